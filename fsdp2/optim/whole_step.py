@@ -13,7 +13,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from ..common.failures import explained
 from ..dtensor.parts import local_part, placed_like
+from ..dtensor.subclasses import is_subclass
 from .exchange import Exchange, Layout
 from .probe import Trial, random_state, why_not_separable
 from .stepping import (
@@ -91,7 +92,7 @@ def whole_step(optimizer: T, *, batch_bytes: int = BATCH_BYTES, separable: bool 
         ValueError: if its ``step`` has already been replaced.
         TypeError: if it wraps another optimizer, requires a closure, or does not step each
             parameter independently (raised in a step if it only shows there); in a step, for state
-            that cannot be moved.
+            that cannot be moved, or parameters of a class that cannot be (torchao's int8 weights).
         RuntimeError: in a step, on all ranks, if the step of a parameter failed on its rank or
             called the closure more than once.
 
@@ -176,6 +177,30 @@ class _Loss:
             )
         self._called = True
         return self._loss
+
+
+_movable: set[type] = set()  # classes whose parts an exchange can send
+
+
+def _check_movable(param: Tensor, who: str) -> None:
+    """Check that parts of a parameter can be sent as numbers; on all ranks alike.
+
+    Raises:
+        TypeError: if its class does not let them.
+    """
+    own = local_part(param.detach())
+    if type(own) in _movable:
+        return
+    grad = local_part(placed_like(cast(Tensor, param.grad), param))
+    try:
+        torch.cat([part.reshape(-1) for part in (own, grad) if part.dtype == own.dtype])
+    except Exception as error:  # the class is somebody else's
+        raise TypeError(
+            f"whole_step cannot move a parameter of class {type(own).__name__}, of shape "
+            f"{tuple(param.shape)}, as numbers ({type(error).__name__}: {error}): step {who} on "
+            "shards, as it is or with local_step, if it is elementwise"
+        ) from error
+    _movable.add(type(own))
 
 
 Values = dict[str, Any]
@@ -341,6 +366,8 @@ class WholeStep:
 
     def _job(self, param: Tensor, group: int) -> Job:
         layout = Layout.of(param)
+        if layout.mesh is not None and is_subclass(param):
+            _check_movable(param, self.who)
         state = self._optimizer.state.get(param) or {}
         kept = Taken()
         known = take_apart(state, kept, self.who)

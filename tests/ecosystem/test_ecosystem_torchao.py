@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import harness
 from fsdp2 import checkpoint, full_state_dict, fully_shard, load_full_state_dict
+from fsdp2.optim import whole_step
 from harness import cached_mesh, distributed
 from reference import average_gradients
 from subclass_models import Lora
@@ -102,6 +103,23 @@ def test_float8_training_is_that_of_one_process(precomputed: bool) -> None:
         values = [getattr(tensor, "_tensor", tensor) for tensor in (states[name], wanted)]
         assert torch.allclose(*values, rtol=1e-5, atol=1e-6), name
     assert losses[-1] < losses[0]  # it learns at all
+
+
+@distributed(2)
+def test_steps_on_whole_int8_weights_are_refused_and_those_on_whole_others_work() -> None:
+    """int8 weights round in each operation of a step, and cannot be sent as numbers."""
+    for kind, refused in (("int8 weights", True), ("int8 mixed precision", False)):
+        model = shard(converted(kind))
+        optimizer = whole_step(torch.optim.AdamW(model.parameters()))
+        model(batch(0)).square().mean().backward()
+        if refused:
+            words = (
+                "cannot move a parameter of class Int8QuantizedTrainingLinearWeight.* AdamW on sh"
+            )
+            with pytest.raises(TypeError, match=words):
+                optimizer.step()
+        else:
+            optimizer.step()
 
 
 # -- state of optimizers ------------------------------------------------------------------------
