@@ -472,9 +472,9 @@ FAULTS = (
     Fault(
         "outputs keep the dtype of computation",
         HOOKS,
-        "        if self._cast_output is not None:\n"
-        "            return map_tensors(self._cast_output, output)\n        return output",
-        "        return output",
+        "        return output if self._cast_output is None else "
+        "map_tensors(self._cast_output, output)\n\n    def _to_device",
+        "        return output\n\n    def _to_device",
         test="tests/core/test_mixed_precision.py::test_output_dtype_of_the_root",
         families=("graphs",),
     ),
