@@ -219,7 +219,7 @@ class Together:
         about: what they do, for messages: "load ...".
         ranks: all of which enter it.
 
-    Example::
+    Like this::
 
         with Together(f"load from {root}", ranks) as ranks_too:
             read_and_check()
