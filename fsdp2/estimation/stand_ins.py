@@ -255,6 +255,12 @@ class CountedBucket(Bucket):
         self._held[self._starts.index(self.layout.slots[i].full_offset)] = None
 
     @override
+    def new_partial(self, dtype: torch.dtype) -> Any:
+        nbytes = self.layout.shard_numel * dtype.itemsize
+        self.replay.kernel(nbytes, dtype)  # of zeros
+        return Held(self.replay.account, "gradients", nbytes)
+
+    @override
     def gradient_store(self, detached: Any) -> Any:
         if self.grads is None:
             self.grads = _GradientStore(self.replay, self)  # type: ignore[assignment]
@@ -356,14 +362,8 @@ class CountedReduction(Reduction):
 
     @override
     def _add_to_partial(self) -> None:
-        bucket = self.bucket
-        if bucket.partial is None:
-            nbytes = bucket.layout.shard_numel * self.dtype.itemsize
-            account = bucket.replay.account
-            bucket.partial = Held(account, "gradients", nbytes)  # type: ignore[assignment]
-            bucket.replay.kernel(nbytes, self.dtype)  # of zeros
         self._add_to_shards(self.dtype)
-        bucket.partial_present.update(self.plan.present)
+        self.bucket.partial_present.update(self.plan.present)
 
     @override
     def _take_partial(self) -> None:

@@ -265,8 +265,7 @@ class Reduction:
         )
         self.dtype = dtype
         if self.waits and self.bucket.partial is None:
-            numel = self.bucket.layout.shard_numel
-            self.bucket.partial = torch.zeros(numel, dtype=dtype, device=self.bucket.device)
+            self.bucket.partial = self.bucket.new_partial(dtype)
         # Made once, with the store: to wrap gradients in DTensors in every backward would cost more
         # than the launch of their collective.
         self.dtensors = self.store.dtensors

@@ -555,6 +555,10 @@ class Bucket:
                     self.partial.narrow(0, slot.shard_offset, slot.local_numel(self.rank)),
                 )
 
+    def new_partial(self, dtype: torch.dtype) -> torch.Tensor:
+        """For sums that are to wait for an all-reduce; on compute's stream."""
+        return torch.zeros(self.layout.shard_numel, dtype=dtype, device=self.device)
+
     def take_over_partial(self, parts: Mapping[ShardedParam, torch.Tensor]) -> None:
         """Wait on with such sums of buckets in whose place this one is."""
         for i, (param, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
@@ -562,7 +566,7 @@ class Bucket:
             if part is None:
                 continue
             if self.partial is None:
-                self.partial = part.new_zeros(self.layout.shard_numel)
+                self.partial = self.new_partial(part.dtype)
             self.partial.narrow(0, slot.shard_offset, len(part)).copy_(part)
             self.partial_present.add(i)
 
