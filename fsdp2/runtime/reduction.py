@@ -237,8 +237,10 @@ class Reduction:
             if self.factor is not None and self.factor != self.num_ranks:
                 self._scale(self.num_ranks / self.factor)
             if self.hook is not None:
-                for part in self._ranges():
-                    self.hook(part)
+                # On the CPU streams only have names, which a hook may ask for.
+                with torch.cpu.stream(self.hook_stream):
+                    for part in self._ranges():
+                        self.hook(part)
             if TensorHooks.registered:
                 self._call_tensor_hooks()
             self._write_back()
@@ -329,7 +331,8 @@ class Reduction:
             if self.factor is not None:
                 grad.div_(self.factor)
             if self.hook is not None:
-                self.hook(grad.view(-1))
+                with torch.cpu.stream(self.hook_stream):
+                    self.hook(grad.view(-1))
             # Blocking, as it runs on compute's stream: neither the event of `launch` nor the wait
             # of the host at the end of backward covers that.
             grad = grad.to(self.bucket.shard_device, self.bucket.grad_dtype)

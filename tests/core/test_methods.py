@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp2 import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
-from harness import cached_mesh, distributed, ours_only
+from harness import cached_mesh, cpu_only, distributed, ours_only
 from models import BY_NAME, MLP, TRANSFORMER, normal_batch, square_loss
 from reference import (
     assert_same,
@@ -384,6 +384,22 @@ def test_the_hook_runs_after_the_all_reduce_over_replicas() -> None:
     assert calls >= 3
     with pytest.raises(ValueError, match="stream cannot be set when using native HSDP"):
         model.set_all_reduce_hook(negate, stream=torch.Stream(device="cpu"))  # type: ignore[operator]
+
+
+@cpu_only("streams of the CPU")
+@distributed(1, 2)
+def test_the_hook_finds_the_stream_that_it_was_given() -> None:
+    stream = torch.cpu.Stream()
+    seen: list[Any] = []
+    model, plain = pair(MLP)
+    for unit in [*MLP.units(model), model]:
+        unit.set_all_reduce_hook(
+            lambda reduced: seen.append(torch.cpu.current_stream()), stream=stream
+        )
+    run_both(MLP, model, plain, 0)
+    assert seen
+    assert all(each is stream for each in seen)
+    assert torch.cpu.current_stream() is not stream
 
 
 @distributed(1)
