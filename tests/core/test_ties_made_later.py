@@ -131,7 +131,7 @@ def load_whole(model: Any, state: dict[str, Tensor]) -> None:
 
 
 def load_assigned(model: Any, state: dict[str, Tensor]) -> None:
-    own = dict(model.named_parameters())
+    own = dict(model.named_parameters(remove_duplicate=False))
     cut = {
         name: distribute_tensor(value, own[name].device_mesh, own[name].placements)
         for name, value in state.items()
@@ -351,3 +351,24 @@ def test_changes_between_micro_batches(change: str) -> None:
     model.set_requires_gradient_sync(True)
     run_both(CASE, model, plain, 1)
     assert_same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("name", ["embed.weight", "head.weight"])
+@pytest.mark.parametrize("is_used", [True, False])
+@distributed(2, 3)
+def test_one_name_of_a_tied_parameter_is_loaded(is_used: bool, name: str) -> None:
+    """By ``load_state_dict(assign=True)``, which keeps the tie and its Parameter: optimizers have
+    it. (The plain model would be left with two parameters.)"""
+    plain = plain_model()
+    tie_head(plain)
+    model = sharded(plain, "layers")
+    if is_used:
+        train(model, plain, 1)
+    tied = model.embed.weight
+    value = torch.randn(29, 6, dtype=DTYPE, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        plain.embed.weight.copy_(value)
+    load_assigned(model, {name: value})
+    assert model.head.weight is model.embed.weight is tied
+    assert torch.equal(whole(tied), value)
+    train(model, plain)
