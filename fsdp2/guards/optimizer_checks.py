@@ -8,6 +8,7 @@
   rows, with the result of one process; otherwise torch fails with an internal error.
 - One that quantizes its state (torchao's) does so shard by shard. Its first step warns if that
   gives other steps than in one process.
+- One that steps while gradients wait to be reduced changes nothing, and warns.
 
 And `Optimizer.zero_grad` tells the roots, which then free the gradients that were dropped.
 
@@ -34,8 +35,7 @@ from ..runtime.unit import ORIGINS, TreeRuntime, Unit
 from ..sharding.param import ShardedParam, managed_param, param_gathered_as
 
 _installed: dict[Callable[..., None], Any] = {}  # check -> what removes it
-_refuses_gathered = False
-_follows_zero_grad = False
+_follows = False  # whether methods of `Optimizer` are replaced
 _fine: WeakSet[Optimizer] = WeakSet()  # hold no original parameter
 _trees: WeakSet[TreeRuntime] = WeakSet()  # whose gradients `Optimizer.zero_grad` may have dropped
 
@@ -50,17 +50,21 @@ def watch_originals(units: Sequence[Unit]) -> None:
         _install(_check_originals)
 
 
-def refuse_gathered() -> None:
-    """Make optimizers refuse gathered parameters from now on: ``add_param_group`` raises."""
-    global _refuses_gathered
-    if _refuses_gathered:
+def follow_optimizers(runtime: TreeRuntime) -> None:
+    """From now on optimizers refuse gathered parameters, and tell ``runtime`` of `zero_grad`."""
+    # All trees are told, not those of the optimizer's parameters: finding these would cost per
+    # parameter. A tree whose gradients are attached, or free already, is passed over unit by unit.
+    global _follows
+    _trees.add(runtime)
+    if _follows:
         return
-    _refuses_gathered = True
-    inherited = Optimizer.add_param_group
+    _follows = True
+    _install(_check_unreduced)
+    add, zero = Optimizer.add_param_group, Optimizer.zero_grad
 
-    @functools.wraps(inherited)
+    @functools.wraps(add)
     def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
-        inherited(self, param_group)
+        add(self, param_group)
         for param in self.param_groups[-1]["params"]:  # in the form that torch has checked
             freed = isinstance(param, FreedParameterProxy)
             managed = param._param if freed else param_gathered_as(param)
@@ -74,27 +78,14 @@ def refuse_gathered() -> None:
                     "of the model, then model.parameters()"
                 )
 
-    Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
-
-
-def follow_zero_grad(runtime: TreeRuntime) -> None:
-    """Let `Optimizer.zero_grad` free what it drops of the gradients of this tree."""
-    # All trees are told, not those of the optimizer's parameters: finding these would cost per
-    # parameter. A tree whose gradients are attached, or free already, is passed over unit by unit.
-    global _follows_zero_grad
-    _trees.add(runtime)
-    if _follows_zero_grad:
-        return
-    _follows_zero_grad = True
-    inherited = Optimizer.zero_grad
-
-    @functools.wraps(inherited)
+    @functools.wraps(zero)
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         if not set_to_none:
             _before_zero_grad()
-        inherited(self, set_to_none)
+        zero(self, set_to_none)
         _release_gradients()
 
+    Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
     Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
@@ -125,15 +116,27 @@ def watch_quantized() -> None:
     for kind in kinds:
         kinds += kind.__subclasses__()
     if any(not kind.__module__.startswith(("torch.", "fsdp2.")) for kind in kinds):
-        from ..optim.quantized import may_quantize
+        from ..optim.quantized import may_quantize, warn_of_differences
 
-        if _check_quantized not in _installed and any(map(may_quantize, kinds)):
-            _install(_check_quantized)
+        if warn_of_differences not in _installed and any(map(may_quantize, kinds)):
+            _install(warn_of_differences, managed_param)
 
 
-def _install(check: Callable[..., None]) -> None:
+def _install(check: Callable[..., None], *known: object) -> None:
     if check not in _installed:
-        _installed[check] = register_optimizer_step_pre_hook(check)
+        hook = functools.partial(check, *known)
+        _installed[check] = register_optimizer_step_pre_hook(hook)
+
+
+def _check_unreduced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    # In every step: no call per unit.
+    for tree in list(_trees):
+        for unit in tree.units:
+            if unit.gradients.holds_earlier or unit.gradients.holds_partial_sums:
+                from ..optim.unreduced import warn_of_unreduced
+
+                warn_of_unreduced(_trees, optimizer)
+                return
 
 
 def _check_originals(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -182,9 +185,3 @@ def _check_flattening(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                     'shard_model(model, strategy="none"), or leave such parameters replicated: '
                     "shard_placement_fn=lambda param: Replicate()"
                 )
-
-
-def _check_quantized(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    from ..optim.quantized import warn_of_differences
-
-    warn_of_differences(optimizer, managed_param)

@@ -140,12 +140,15 @@ def _fits(rows: int, size: int, row: int, block_numel: int, min_numel: int) -> b
     )
 
 
-def warn_of_differences(optimizer: Optimizer, known: Callable[[Tensor], Any]) -> None:
+def warn_of_differences(
+    known: Callable[[Tensor], Any], optimizer: Optimizer, *given: object
+) -> None:
     """Warn, once, of parameters whose state is not quantized as in one process.
 
     Args:
-        optimizer: its step is tried on meta tensors; otherwise it is left as it is.
         known: what is known of a sharded parameter, with its name as ``fqn``; None for others.
+        optimizer: its step is tried on meta tensors; otherwise it is left as it is.
+        given: what the step was given.
     """
     if optimizer in _compared:
         return

@@ -16,12 +16,7 @@ from ..comm.streams import streams_for
 from ..dtensor.memory import asked_side_by_side
 from ..features.functional_call import in_functional_call
 from ..features.side_by_side.units import place_side_by_side
-from ..guards.optimizer_checks import (
-    follow_zero_grad,
-    refuse_gathered,
-    watch_originals,
-    watch_quantized,
-)
+from ..guards.optimizer_checks import follow_optimizers, watch_originals, watch_quantized
 from ..guards.rank_agreement.first_forward import FirstForward
 from ..guards.unwritten import check_meta_buffers
 from ..policy import param_dtype_of
@@ -86,8 +81,7 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     runtime.first_forward = FirstForward.of(root_module, units)
     watch_originals(units)
     watch_quantized()
-    refuse_gathered()
-    follow_zero_grad(runtime)
+    follow_optimizers(runtime)
     # The forward that begins compares what modules hold with what they should: that is how it
     # learns of what functional_call lends it.
     put(given if borrows else ())

@@ -69,6 +69,7 @@ class TreeRuntime(Protocol):
     @property
     def early_steps(self) -> Stepped | None: ...
 
+    units: list[Unit]
     orders: dict[Unit, list[Unit]]
 
     def choose_cached(self) -> None: ...

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import FSDPModule
-from harness import distributed, ours_only
-from models import BY_NAME, CONDITIONAL, MLP, TRANSFORMER, Case
+from harness import cached_mesh, distributed, ours_only, start_accounts, stop_accounts
+from models import BY_NAME, CONDITIONAL, MLP, TRANSFORMER, Case, run_backward
 from reference import (
     assert_same_gradients,
     assert_same_parameters,
@@ -264,3 +266,57 @@ def test_evaluation_between_micro_batches() -> None:
         model.set_requires_gradient_sync(step == 2)
         run_both(TRANSFORMER, model, plain, step, average=step == 2)
     assert_same_gradients(model, plain)
+
+
+@contextlib.contextmanager
+def unaccounted() -> Iterator[None]:
+    """Accounts of gradients would raise in such a step."""
+    stop_accounts()
+    try:
+        yield
+    finally:
+        start_accounts()
+
+
+@ours_only("a warning of fsdp2")
+@pytest.mark.parametrize("way", ["sync", "all-reduce"])
+@distributed(2)
+def test_a_step_that_gradients_do_not_reach_warns_once(way: str) -> None:
+    mesh = cached_mesh(2, 1, names=("replicate", "shard"))
+    model, _ = pair(MLP, **({"mesh": mesh} if way == "all-reduce" else {}))
+    assert isinstance(model, FSDPModule)
+    if way == "sync":
+        model.set_requires_gradient_sync(False)
+    else:
+        model.set_requires_all_reduce(False)
+    before = [whole(param).clone() for param in model.parameters()]
+    optimizer, other = sgd(model), torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    with unaccounted(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(3):
+            run_backward(MLP, model, step)
+            other.step()
+            optimizer.step()
+    found = [str(w.message) for w in said if "does not change" in str(w.message)]
+    assert len(found) == 1, found
+    assert re.match(r"This step of SGD does not change '.*' and \d more: gradients", found[0])
+    for param, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(whole(param), value)
+    model.reset_iter_state()
+
+
+@ours_only("a warning of fsdp2")
+@distributed(2)
+def test_a_step_of_what_is_reduced_is_not_warned_of() -> None:
+    """While a micro-batch of the next iteration waits, and of one unit while another waits."""
+    model, _ = pair(MLP)
+    assert isinstance(model, FSDPModule)
+    first = next(module for module in model.children() if isinstance(module, FSDPModule))
+    optimizer = torch.optim.SGD(first.parameters(), lr=0.05)
+    with unaccounted(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_backward(MLP, model, 0)
+        model.set_requires_gradient_sync(False)
+        run_backward(MLP, model, 1)
+        optimizer.step()
+    model.reset_iter_state()
