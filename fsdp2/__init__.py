@@ -46,8 +46,8 @@ if TYPE_CHECKING:
         plan,
         predict,
         sweep,
-        training_cost,
     )
+    from .planner.training_cost import training_cost
     from .policy import (
         CommPolicy,
         CPUOffloadPolicy,
@@ -170,7 +170,7 @@ _HOME = {
     "share_comm_ctx": "api.functions",
     "split_batch": "batches",
     "sweep": "planner",
-    "training_cost": "planner",
+    "training_cost": "planner.training_cost",
     "units_of": "wrap",
     "watch_hangs": "describe.hangs",
     "watch_ranks": "describe.rank_checks",

@@ -8,26 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from functools import partial
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..policy import CommPolicy, hops_of
+from ..custom import AllGather, ReduceScatter
+from ..policy import CommPolicy
 from ..sharding.mesh import DataParallelMesh, subgroup_mesh
-from ..sharding.process_groups import connect_group, own_group
-from ..transports.compressed.transports import CompressedTransport, Hops
-from ..transports.custom import (
-    AllGather,
-    FlatTransport,
-    ReduceScatter,
-    allocating_symmetric,
-    on_memory,
-)
-from ..transports.host.exchange import Exchange
+from ..sharding.process_groups import connect_group
 from .transports import Transport, check_backend, make_transport, separate_group
 
 
@@ -57,6 +48,27 @@ class CommOptions:
         return not (self.all_gather is self.memory is self.policy is None)
 
 
+Use = Literal["all-gather", "reduce-scatter", "all-reduce", "secondary all-gather"]
+
+
+# What users choose in `CommOptions`: a transport for this use, which is given or made from that.
+_Wrap = Callable[[Transport, Use, "MeshTransports"], Transport]
+# The groups of a reduction over shards, each with its purpose; none: the usual one.
+_Groups = Callable[
+    [DataParallelMesh, torch.device, CommOptions], list[tuple[str, dist.ProcessGroup]]
+]
+_USUAL = CommOptions()  # nobody is asked
+_wraps: list[_Wrap] = []
+_reduce_groups: list[_Groups] = []
+
+
+def register_wrapper(wrap: _Wrap, reduce_groups: _Groups | None = None) -> None:
+    """Ask ``wrap`` about every transport, after those that were registered before."""
+    _wraps.append(wrap)
+    if reduce_groups is not None:
+        _reduce_groups.append(reduce_groups)
+
+
 class MeshTransports:
     """Transports over the groups of ``mesh``; None over a group of one rank.
 
@@ -77,47 +89,30 @@ class MeshTransports:
         self.secondary_gather: Transport | None = None
         self.secondary_mesh: DeviceMesh | None = None
         self.allocating: Callable[[], AbstractContextManager[None]] | None = None
-        if options.memory == "symmetric":
-            self.allocating = partial(allocating_symmetric, device)
         sum_only = options.sum_only
         if mesh.shard_group is not None and mesh.num_shards > 1:
             group = mesh.shard_group
-            self.gather = self._compressed(self._customized(make_transport(group, device)))
+            self.gather = self._wrapped(make_transport(group, device), "all-gather")
             # Backward gathers the next unit while it reduces this one. On one communicator the two
             # would take turns.
             group = separate_group(group, device, options.separate_reduce_group)
-            self.scatter = self._compressed(
-                self._customized(make_transport(group, device, sum_only=sum_only)),
-                hops=_hops(mesh, device, options.policy),
+            self.scatter = self._wrapped(
+                make_transport(group, device, sum_only=sum_only), "reduce-scatter"
             )
         if mesh.replicate_group is not None and mesh.num_replicas > 1:
-            # Not customized: it works in place on the result of the reduce-scatter, without a flat
-            # buffer that could be replaced.
-            self.replicate = self._compressed(
-                make_transport(mesh.replicate_group, device, sum_only=sum_only)
+            self.replicate = self._wrapped(
+                make_transport(mesh.replicate_group, device, sum_only=sum_only), "all-reduce"
             )
 
-    def _compressed(self, transport: Transport, *, hops: Hops | None = None) -> Transport:
-        policy = self.options.policy
-        if policy is None:
-            return transport
-        return CompressedTransport(transport, self.device, policy, hops=hops)
-
-    def _customized(self, transport: Transport) -> Transport:
-        options = self.options
-        all_gather, reduce_scatter = options.all_gather, options.reduce_scatter
-        if options.memory is not None:
-            return on_memory(options.memory, transport, self.device, sum_only=options.sum_only)
-        if all_gather is None and reduce_scatter is None:
-            return transport
-        return FlatTransport(
-            transport, self.device, all_gather, reduce_scatter, sum_only=options.sum_only
-        )
+    def _wrapped(self, transport: Transport, use: Use) -> Transport:
+        for wrap in _wraps if self.options != _USUAL else ():
+            transport = wrap(transport, use, self)
+        return transport
 
     def connect(self) -> None:
         """Connect transports that connect by themselves; all ranks of the mesh call this."""
         for transport in (self.gather, self.scatter, self.replicate, self.secondary_gather):
-            if isinstance(transport, Exchange | CompressedTransport):
+            if transport is not None:
                 transport.connect()
 
     def make_secondary(self, size: bool | int) -> int | None:
@@ -134,11 +129,7 @@ class MeshTransports:
         if self.secondary_gather is None or self.secondary_gather.group.size() != chosen:
             self.secondary_mesh = subgroup_mesh(self.mesh, chosen)
             transport = make_transport(self.secondary_mesh.get_group(1), self.device)
-            self.secondary_gather = self._customized(transport)
-            policy = self.options.policy
-            if policy is not None and policy.secondary is not None:
-                policy = replace(policy, gather=policy.secondary)
-                self.secondary_gather = CompressedTransport(transport, self.device, policy)
+            self.secondary_gather = self._wrapped(transport, "secondary all-gather")
         return chosen
 
 
@@ -188,40 +179,11 @@ def groups_of(
     if mesh.shard_group is not None and mesh.num_shards > 1:
         yield "all-gather", mesh.shard_group
         group = separate_group(mesh.shard_group, device, options.separate_reduce_group)
-        hops = _hops(mesh, device, options.policy)
-        if hops is None:
-            yield "reduce-scatter", group
-        else:
-            yield f"reduce within {hops.within.size()} ranks", hops.within
-            yield f"reduce across {hops.across.size()} nodes", hops.across
+        finds = _reduce_groups if options != _USUAL else ()
+        found = [each for find in finds for each in find(mesh, device, options)]
+        yield from found or [("reduce-scatter", group)]
     if mesh.replicate_group is not None and mesh.num_replicas > 1:
         yield "all-reduce", mesh.replicate_group
     size = _secondary_size(mesh, secondary_size)
     if size is not None:
         yield f"all-gather within {size} ranks", subgroup_mesh(mesh, size).get_group(1)
-
-
-_hop_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, Hops]] = WeakKeyDictionary()
-
-
-def _hops(mesh: DataParallelMesh, device: torch.device, policy: CommPolicy | None) -> Hops | None:
-    """The groups of a reduction over ``mesh`` in two hops; None: in one.
-
-    Collective over the ranks of the mesh at the first call for a number of ranks per node.
-    """
-    shards = mesh.shard_group
-    if policy is None or policy.ranks_per_node is None or shards is None:
-        return None
-    size = hops_of(policy, mesh.num_shards)
-    if size == 1:
-        return None
-    made = _hop_groups.setdefault(shards, {})
-    if size not in made:
-        ranks = dist.get_process_group_ranks(shards)
-        node, place = divmod(mesh.shard_rank, size)
-        within = ranks[node * size : (node + 1) * size]
-        made[size] = Hops(
-            own_group(shards, device, "fsdp2_reduce_within", within),
-            own_group(shards, device, "fsdp2_reduce_across", ranks[place::size]),
-        )
-    return made[size]

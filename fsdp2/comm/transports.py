@@ -8,10 +8,8 @@ A transport moves the data of one bucket between the ranks of one group. It runs
 - *host-ordered* (gloo): the call starts the messages and returns a function that waits for them
   and does the rest. It must be called exactly once, and before that nothing may be read.
 
-`GroupTransport` uses the group's own collectives, coalesced: one launch per batch. `Exchange`
-sends and receives straight into place, which on gloo is 1.8 times faster than its all-gather
-and 3 times faster than its reduce-scatter (inside, that is an all-reduce of the whole input),
-adds in rank order, and needs no padding.
+`GroupTransport` uses the group's own collectives, coalesced: one launch per batch. It serves every
+backend for which nothing else is registered (`register_backend`).
 """
 
 from __future__ import annotations
@@ -34,15 +32,8 @@ from ..sharding.bucket import Bucket
 from ..sharding.gather_plan import GatherBatch, GatherPlan
 from ..sharding.process_groups import native_backend, num_hosts, own_group
 from ..sharding.reduce_plan import ReducePlan, copy_in
-from ..transports.host.exchange import Exchange
-from ..transports.host.links import forget_tags
 from .means import as_real, mean_over
 from .streams import Finish, device_module, done, ended, wait_for
-
-# Most ranks that exchange data in pairs: a number that all ranks know, for all sizes. It follows
-# from what `python -m benchmarks.exchange` has measured and keeps (`limit_of` there; a test
-# compares the two). More have not been measured, and messages grow with their square.
-EXCHANGE_MAX_RANKS = 32
 
 
 class Transport(Protocol):
@@ -55,6 +46,8 @@ class Transport(Protocol):
     group: dist.ProcessGroup
     stream_ordered: bool
     coalesces: bool
+
+    def connect(self) -> None: ...
 
     def all_gather(self, plan: GatherPlan | GatherBatch, tag: int) -> Finish: ...
 
@@ -76,17 +69,36 @@ class Transport(Protocol):
     def all_reduce(self, tensors: Sequence[torch.Tensor], tag: int) -> Finish: ...
 
 
+_MakeTransport = Callable[[dist.ProcessGroup], Transport | None]
+_of_backends: dict[str, _MakeTransport] = {}
+_forget_tags: list[Callable[[range], None]] = []
+
+
+def register_backend(
+    name: str, make: _MakeTransport, forget_tags: Callable[[range], None] | None = None
+) -> None:
+    """Give groups of a backend another transport than `GroupTransport`.
+
+    Args:
+        make: the transport of a group; None: the group's own collectives.
+        forget_tags: called when nothing will be sent with these tags any more; from any thread.
+    """
+    _of_backends[name] = make
+    if forget_tags is not None:
+        _forget_tags.append(forget_tags)
+
+
 def make_transport(
     group: dist.ProcessGroup, device: torch.device, *, sum_only: bool = False
 ) -> Transport:
-    """The transport for ``group``: direct exchange on small gloo groups, else its collectives.
+    """The transport for ``group``: what is registered for its backend, else its collectives.
 
     Args:
         sum_only: reduce with SUM and divide afterwards.
     """
     backend = backend_name(group, device)
-    if backend == "gloo" and group.size() <= EXCHANGE_MAX_RANKS:
-        return Exchange(group, reads=True)
+    if backend in _of_backends and (made := _of_backends[backend](group)) is not None:
+        return made
     hosts = num_hosts(group) if backend == "nccl" else None
     return GroupTransport(group, device, sum_only=sum_only, num_hosts=hosts)
 
@@ -153,8 +165,8 @@ def take_tags(groups: Sequence[dist.ProcessGroup], count: int, owner: object = N
     # checkpoint by assignment) must go on with the tags of the others.
     start = max(_next_tag.get(group, 0) for group in groups)
     _next_tag.update(dict.fromkeys(groups, start + count))
-    if owner is not None:
-        finalize(owner, forget_tags, range(start, start + count)).atexit = False
+    for forget in _forget_tags if owner is not None else ():
+        finalize(owner, forget, range(start, start + count)).atexit = False
     return start
 
 
@@ -248,6 +260,9 @@ class GroupTransport:
         self._reduce = _either(
             group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
         )
+
+    def connect(self) -> None:
+        """Nothing: `connect_group` has done it."""
 
     def all_gather(self, plan: GatherPlan | GatherBatch, tag: int) -> Finish:
         if isinstance(plan, GatherPlan) and plan.outputs and plan.outputs[0].dtype not in _SENT:

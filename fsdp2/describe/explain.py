@@ -17,7 +17,7 @@ from torch import nn
 from ..api.arguments import meant_reshard
 from ..api.shard_model import ReshardChoice, Strategy, find_strategy, reshard_of
 from ..comm.mesh_transports import groups_of
-from ..comm.transports import EXCHANGE_MAX_RANKS, backend_name
+from ..comm.transports import backend_name
 from ..policy import (
     CommPolicy,
     CPUOffloadPolicy,
@@ -30,6 +30,7 @@ from ..policy import (
 )
 from ..runtime.runtime import last_order
 from ..runtime.unit import Unit, units_in
+from ..transports.host.exchange import EXCHANGE_MAX_RANKS
 from ..transports.host.links import places_of
 from ..transports.host.topology import Topology
 from ..wrap import UnitDescription, units_of

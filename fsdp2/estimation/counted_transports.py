@@ -15,10 +15,11 @@ import torch
 from typing_extensions import override
 
 from ..comm.means import BLOCK_NUMEL, cut_length, mean_over
-from ..comm.transports import EXCHANGE_MAX_RANKS, Exchange, Finish, GroupTransport, done, ended
+from ..comm.transports import Finish, GroupTransport, done, ended
 from ..sharding.bucket import Bucket
 from ..sharding.layout import BucketLayout
 from ..sharding.reduce_plan import ReducePlan, _is_simple
+from ..transports.host.exchange import EXCHANGE_MAX_RANKS, Exchange
 from ..transports.host.topology import Places, Sent
 from .account import Account, Held
 from .device import ReplayState, Transfer

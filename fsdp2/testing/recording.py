@@ -19,6 +19,7 @@ from ..runtime import unit
 from ..runtime.reduction import Reduction
 from ..runtime.runtime import Runtime
 from ..sharding import bucket as storage
+from ..transports.host.exchange import Exchange
 from .trace import RecordedGroup, Recorder
 
 
@@ -142,7 +143,7 @@ def _messages(recorder: Recorder, exchange: bool) -> Callable:
     def make(group: Any, device: torch.device, *, sum_only: bool = False) -> collectives.Transport:
         recorded: Any = RecordedGroup(recorder, group)
         if exchange:
-            return collectives.Exchange(recorded)
+            return Exchange(recorded)
         return collectives.GroupTransport(recorded, device, sum_only=sum_only)
 
     return make

@@ -10,84 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from typing_extensions import override
 
 from ..comm.means import as_real, mean_over
+from ..comm.mesh_transports import MeshTransports, Use, register_wrapper
 from ..comm.streams import Finish, ended, wait_for
 from ..comm.transports import GroupTransport, Transport
+from ..custom import AllGather, ReduceScatter
 from ..sharding.bucket import Bucket
 from ..sharding.gather_plan import GatherBatch, GatherPlan
 from ..sharding.reduce_plan import ReducePlan, copy_in
-
-
-class Comm(Protocol):
-    """What `AllGather` and `ReduceScatter` share."""
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """A buffer of shape ``size`` for the collective to work on; its contents do not matter.
-
-        Called before every collective, on its stream. It may return memory again once nothing else
-        refers to it.
-        """
-        ...
-
-
-class AllGather(Comm, Protocol):
-    """An all-gather to use in place of the group's own. No base class is needed.
-
-    `FSDPModule.set_custom_all_gather` has an example.
-    """
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Gather ``input_tensor`` of every rank into ``output_tensor``.
-
-        Args:
-            output_tensor: 1-D, from `allocate`, of ``group.size()`` times the input's elements.
-            input_tensor: 1-D; this rank's slice of ``output_tensor``: the gather is in place.
-            group: the ranks to gather from.
-            async_op: whether to return a Work at once.
-        """
-        ...
-
-
-class ReduceScatter(Comm, Protocol):
-    """A reduce-scatter to use in place of the group's own. No base class is needed.
-
-    `FSDPModule.set_custom_reduce_scatter` takes it.
-    """
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Reduce this rank's slice of all ranks' ``input_tensor``.
-
-        Args:
-            output_tensor: 1-D, from `allocate`.
-            input_tensor: 1-D, from `allocate`, of ``group.size()`` times the output's elements.
-            group: the ranks to reduce over.
-            op: ``ReduceOp.AVG``; ``ReduceOp.SUM`` for float16, and for all dtypes after
-                ``set_force_sum_reduction_for_comms(True)``.
-            async_op: whether to return a Work at once.
-        """
-        ...
 
 
 class FlatTransport:
@@ -111,6 +49,9 @@ class FlatTransport:
         self._all_gather = all_gather
         self._reduce_scatter = reduce_scatter
         self._sum_only = sum_only
+
+    def connect(self) -> None:
+        self.base.connect()
 
     def all_gather(self, plan: GatherPlan | GatherBatch, tag: int) -> Finish:
         comm = self._all_gather
@@ -325,3 +266,22 @@ def _symm_mem() -> Any:
     import torch.distributed._symmetric_memory as symm_mem
 
     return symm_mem
+
+
+def wrap(transport: Transport, use: Use, of: MeshTransports) -> Transport:
+    """Gather and reduce by a user's collective, or on memory of a kind, where that is chosen."""
+    options, device = of.options, of.device
+    all_gather, reduce_scatter = options.all_gather, options.reduce_scatter
+    if use == "all-reduce":
+        # In place on the result of the reduce-scatter: there is no buffer to replace.
+        return transport
+    if options.memory is not None:
+        if options.memory == "symmetric":
+            of.allocating = partial(allocating_symmetric, device)
+        return on_memory(options.memory, transport, device, sum_only=options.sum_only)
+    if all_gather is None and reduce_scatter is None:
+        return transport
+    return FlatTransport(transport, device, all_gather, reduce_scatter, sum_only=options.sum_only)
+
+
+register_wrapper(wrap)

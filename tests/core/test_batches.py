@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2.comm.transports
 import fsdp2.sharding.layout
+import fsdp2.transports.host.exchange
 import testdev
 from benchmarks import batches, nccl_model
 from benchmarks.machine import REPOSITORY
@@ -63,7 +64,7 @@ class Mixture(nn.Module):
 @contextmanager
 def no_exchange() -> Iterator[None]:
     """On the CPU too, the collectives of the group, as on other devices."""
-    with mock.patch.object(fsdp2.comm.transports, "EXCHANGE_MAX_RANKS", 0):
+    with mock.patch.object(fsdp2.transports.host.exchange, "EXCHANGE_MAX_RANKS", 0):
         yield
 
 

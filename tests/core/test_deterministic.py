@@ -21,7 +21,7 @@ pytestmark = [ours_only("deterministic"), cpu_only("gloo")]
 
 if not RUNS_ON_TORCH:
     import fsdp2
-    import fsdp2.comm.transports
+    import fsdp2.transports.host.exchange
     import fsdp2.transports.host.links
     from fsdp2 import CommPolicy, MixedPrecisionPolicy, shard_model
     from fsdp2.api.deterministic import _by_switches
@@ -35,7 +35,7 @@ WAYS = ("reads", "messages", "collectives", "hosts", "hosts in rank order")
 @contextmanager
 def going(way: str) -> Iterator[None]:
     """What shards and gradients travel by in groups that are used first inside."""
-    transports: Any = fsdp2.comm.transports
+    exchange: Any = fsdp2.transports.host.exchange
     host_links: Any = fsdp2.transports.host.links
     environment = {"messages": {SWITCH: "0"}, "hosts in rank order": {ORDER: "rank"}}
     with ExitStack() as stack:
@@ -43,7 +43,7 @@ def going(way: str) -> Iterator[None]:
         if way.startswith("hosts"):
             stack.enter_context(pretended_hosts(HOSTS))
         if way == "collectives":
-            stack.enter_context(mock.patch.object(transports, "EXCHANGE_MAX_RANKS", 1))
+            stack.enter_context(mock.patch.object(exchange, "EXCHANGE_MAX_RANKS", 1))
         host_links._found.clear()
         yield
         host_links._found.clear()

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrizations import weight_norm
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2.comm.transports import Exchange
+from fsdp2.transports.host.exchange import Exchange
 from harness import distributed, ours_only
 from models import EVEN_MLP, Case, children, no_units, normal_batch, token_batch
 from reference import (

@@ -27,7 +27,7 @@ from fsdp2 import (
     replicate,
 )
 from fsdp2.checkpoint import Checkpointer
-from fsdp2.comm.transports import Exchange
+from fsdp2.transports.host.exchange import Exchange
 from fsdp2.transports.host.links import HostLinks
 from fsdp2.transports.host.messages import Messages
 from fsdp2.transports.host.reads import SPREAD

@@ -87,7 +87,6 @@ def stand_in() -> Iterator[Memory]:
     memory = Memory()
     with (
         mock.patch.object(custom, "allocating_symmetric", memory.allocating),
-        mock.patch("fsdp2.comm.mesh_transports.allocating_symmetric", memory.allocating),
         mock.patch.object(bucket_module, "resize", memory.resize),
         mock.patch(f"{NCCL}.rendezvous", memory.rendezvous),
     ):

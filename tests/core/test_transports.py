@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp2.comm.transports
+import fsdp2.transports.host.exchange
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
 from harness import cached_mesh, distributed, ours_only
 from models import BY_NAME, EVEN_MLP, MLP, TRANSFORMER
@@ -26,12 +27,12 @@ from reference import Training, average_gradients, check_training, pair, run_bot
 
 @contextmanager
 def no_exchange() -> Iterator[None]:
-    before = fsdp2.comm.transports.EXCHANGE_MAX_RANKS
-    fsdp2.comm.transports.EXCHANGE_MAX_RANKS = 0
+    before = fsdp2.transports.host.exchange.EXCHANGE_MAX_RANKS
+    fsdp2.transports.host.exchange.EXCHANGE_MAX_RANKS = 0
     try:
         yield
     finally:
-        fsdp2.comm.transports.EXCHANGE_MAX_RANKS = before
+        fsdp2.transports.host.exchange.EXCHANGE_MAX_RANKS = before
 
 
 @pytest.mark.parametrize("direct_min_bytes", [0, pytest.param(200, marks=pytest.mark.long), 10**9])

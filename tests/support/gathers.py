@@ -10,7 +10,8 @@ from unittest import mock
 
 from torch import nn
 
-from fsdp2.comm.transports import Exchange, GroupTransport
+from fsdp2.comm.transports import GroupTransport
+from fsdp2.transports.host.exchange import Exchange
 
 
 class Gathers:

@@ -186,7 +186,7 @@ def _destroy_groups() -> None:
     ):
         groups = getattr(sys.modules.get(f"fsdp2.{module}"), made, {})
         kept |= {group.group_name for group in groups.values()}
-    hops = getattr(sys.modules.get("fsdp2.comm.mesh_transports"), "_hop_groups", {})
+    hops = getattr(sys.modules.get("fsdp2.transports.compressed.transports"), "_hop_groups", {})
     kept |= {g.group_name for made in hops.values() for pair in made.values() for g in pair}
     for group in list(c10d._world.pg_map):
         if group is not dist.group.WORLD and group.group_name not in kept:

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.transport import counting_sent
-from fsdp2.comm.transports import Exchange, GroupTransport, done
+from fsdp2.comm.transports import GroupTransport, done
 from fsdp2.runtime.unit import units_in
 from fsdp2.transports.compressed.transports import CompressedTransport, Wire
+from fsdp2.transports.host.exchange import Exchange
 
 
 @dataclasses.dataclass

@@ -40,7 +40,7 @@ from benchmarks.steps import DisagreementError, check_agreement
 from benchmarks.variants import BASELINE, BEST_BASELINE, OURS, VARIANTS
 from fsdp2.comm import means
 from fsdp2.comm.means import MEASURED_WHOLE_BYTES
-from fsdp2.comm.transports import EXCHANGE_MAX_RANKS
+from fsdp2.transports.host.exchange import EXCHANGE_MAX_RANKS
 
 MB = 1 << 20
 TINY = suite.Settings(

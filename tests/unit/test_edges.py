@@ -42,7 +42,7 @@ ALLOWED = {
     "sharding/param.py": "_specs",
     "sharding/process_groups.py": "only native_backend() _options()",
     "features/early_free/references.py": "tensor",
-    "transports/custom.py": "op backend args options _symm_mem()",
+    "transports/custom.py": "backend args options _symm_mem()",
     "comm/means.py": "operation",
     # The same: device modules with their streams and events.
     "comm/streams.py": "Event Kept _simulated module compute then_on works device_module() "

@@ -18,9 +18,6 @@ KERNEL_KNOWS = {
     "sharding/param.py": "features/parameter_hooks.py features/spmd_types.py "
     "features/tensor_subclasses/tensor_subclass.py",
     "sharding/bucket.py": "features/early_free/references.py features/side_by_side/neighbours.py",
-    "comm/transports.py": "transports/host/exchange.py transports/host/links.py",
-    "comm/mesh_transports.py": "transports/compressed/transports.py transports/custom.py "
-    "transports/host/exchange.py",
     "runtime/registration.py": "features/early_free/freed_params.py "
     "features/functional_call.py guards/lost_writes.py",
     "runtime/unit_config.py": "features/frozen_cache.py",

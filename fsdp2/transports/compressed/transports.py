@@ -15,17 +15,22 @@ finishes a call holds them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from typing_extensions import override
 
+from ...comm.mesh_transports import CommOptions, MeshTransports, Use, register_wrapper
 from ...comm.transports import Finish, Transport, _either, ended
-from ...policy import CommPolicy, exchanged_sum_dtype
+from ...policy import CommPolicy, exchanged_sum_dtype, hops_of
 from ...sharding.bucket import Bucket, SecondaryShards, resize
 from ...sharding.gather_plan import GatherBatch, GatherPlan
+from ...sharding.mesh import DataParallelMesh
+from ...sharding.process_groups import own_group
 from ...sharding.reduce_plan import ReducePlan, copy_in
 from ..host.exchange import Exchange
 from .quantize import Cut, Key, WireRow, cut_reduction, gather_row
@@ -90,8 +95,7 @@ class CompressedTransport:
 
     def connect(self) -> None:
         """Find out how ranks exchange data; all ranks of the group call this."""
-        if isinstance(self.base, Exchange):
-            self.base.connect()
+        self.base.connect()
 
     # -- weights ----------------------------------------------------------------------------
 
@@ -439,3 +443,58 @@ def _waiting(work: dist.Work | None, *held: torch.Tensor) -> Callable[[], None]:
         holding.clear()
 
     return wait
+
+
+# By the group over all shards, and ranks per node.
+_hop_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, Hops]] = WeakKeyDictionary()
+
+
+def _hops(mesh: DataParallelMesh, device: torch.device, policy: CommPolicy | None) -> Hops | None:
+    """The groups of a reduction over ``mesh`` in two hops; None: in one.
+
+    Collective over the ranks of the mesh at the first call for a number of ranks per node.
+    """
+    shards = mesh.shard_group
+    if policy is None or policy.ranks_per_node is None or shards is None:
+        return None
+    size = hops_of(policy, mesh.num_shards)
+    if size == 1:
+        return None
+    made = _hop_groups.setdefault(shards, {})
+    if size not in made:
+        ranks = dist.get_process_group_ranks(shards)
+        node, place = divmod(mesh.shard_rank, size)
+        within = ranks[node * size : (node + 1) * size]
+        made[size] = Hops(
+            own_group(shards, device, "fsdp2_reduce_within", within),
+            own_group(shards, device, "fsdp2_reduce_across", ranks[place::size]),
+        )
+    return made[size]
+
+
+def wrap(transport: Transport, use: Use, of: MeshTransports) -> Transport:
+    """Send fewer bytes where the unit has a `CommPolicy`."""
+    policy, hops = of.options.policy, None
+    if policy is None or (use == "secondary all-gather" and policy.secondary is None):
+        return transport
+    if use == "secondary all-gather":
+        policy = replace(policy, gather=policy.secondary)
+    elif use == "reduce-scatter":
+        hops = _hops(of.mesh, of.device, policy)
+    return CompressedTransport(transport, of.device, policy, hops=hops)
+
+
+def reduce_groups(
+    mesh: DataParallelMesh, device: torch.device, options: CommOptions
+) -> list[tuple[str, dist.ProcessGroup]]:
+    """Those of a reduction in two hops."""
+    hops = _hops(mesh, device, options.policy)
+    if hops is None:
+        return []
+    return [
+        (f"reduce within {hops.within.size()} ranks", hops.within),
+        (f"reduce across {hops.across.size()} nodes", hops.across),
+    ]
+
+
+register_wrapper(wrap, reduce_groups)

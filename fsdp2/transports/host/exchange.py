@@ -13,14 +13,20 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from ...comm.streams import Finish
+from ...comm.transports import register_backend
 from ...policy import exchanged_sum_dtype
 from ...sharding.bucket import Bucket
 from ...sharding.gather_plan import GatherBatch, GatherPlan, RowGather
 from ...sharding.reduce_plan import ReducePlan, copy_in
-from .links import host_links, places_of
+from .links import forget_tags, host_links, places_of
 from .messages import Messages
 from .reads import HostReads
 from .relays import HostRelays
+
+# Most ranks that exchange data in pairs: a number that all ranks know, for all sizes. It follows
+# from what `python -m benchmarks.exchange` has measured and keeps (`limit_of` there; a test
+# compares the two). More have not been measured, and messages grow with their square.
+EXCHANGE_MAX_RANKS = 32
 
 
 class Exchange:
@@ -144,3 +150,11 @@ class Exchange:
 def _as_dtype(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     assert tensor is not None
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def exchange_of(group: dist.ProcessGroup) -> Exchange | None:
+    """The exchange of a gloo group; None if it has too many ranks."""
+    return Exchange(group, reads=True) if group.size() <= EXCHANGE_MAX_RANKS else None
+
+
+register_backend("gloo", exchange_of, forget_tags)
