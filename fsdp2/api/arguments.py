@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from math import prod
 from typing import Any
 
@@ -14,10 +14,9 @@ from torch.nn.parameter import is_lazy
 
 from ..comm.transports import check_backend
 from ..common.classes import original_class
-from ..runtime.hooks import unit_holding
-from ..runtime.unit import Unit, modules_outside, unit_of, units_in
+from ..runtime.unit import Unit, unit_holding, unit_of, units_in
 from ..sharding.mesh import DataParallelMesh, device_of
-from ..sharding.param import ShardedParam
+from ..sharding.param import ShardedParam, managed_as
 from .module import FSDPModule
 from .torch_compat import TorchFSDPModule
 
@@ -190,26 +189,24 @@ def check_modules_are_free(modules: Iterable[nn.Module], names: dict[nn.Module, 
             )
 
 
-def check_tied_units(tops: Sequence[nn.Module]) -> None:
-    """Check that no unit inside ``tops`` holds a parameter that is used outside of it.
+def is_taken(param: nn.Parameter, module: nn.Module, tops: Iterable[nn.Module]) -> bool:
+    """Whether a unit that does not contain all of ``tops`` holds ``param``, of ``module``, already.
 
-    A module in a unit of its own gives a tied parameter up to the unit that encloses all modules it
-    is tied to. If that module is reached on another way, too, nothing gathers there.
+    It keeps the parameter: at the first forward the unit gets it that is gathered wherever it is
+    used.
+
+    Raises:
+        ValueError: if the unit contains all of ``tops``.
     """
-    for inner in dict.fromkeys(unit for top in tops for unit in units_in(top)):
-        tied = [param for param in inner.params if len({module for module, _ in param.owners}) > 1]
-        if not tied:
-            continue
-        outside = modules_outside(tops, inner)
-        for param in tied:
-            for module, name in param.owners:
-                if module in outside:
-                    raise ValueError(
-                        f"Parameter '{param.fqn}' belongs to the unit '{inner.name}', which "
-                        f"contains all modules that it is tied to, but a {type(module).__name__} "
-                        f"that has it as '{name}' is also used outside of that unit: shard the "
-                        "module around both uses, and not the one inside it"
-                    )
+    unit = unit_holding(module, param) if isinstance(param, DTensor) else None
+    if unit is not None and {m for each in unit.modules for m in each.modules()}.issuperset(tops):
+        managed = managed_as(param)
+        assert managed is not None
+        raise ValueError(
+            f"Parameter '{managed.fqn}' is already sharded: it belongs to the unit '{unit.name}', "
+            f"made by an earlier call of fully_shard on a module around this one. {_BOTTOM_UP}"
+        )
+    return unit is not None
 
 
 def check_parameter(
@@ -217,14 +214,12 @@ def check_parameter(
     name: str,
     module: nn.Module,
     mesh: DataParallelMesh,
-    tops: Sequence[nn.Module],
 ) -> None:
-    """Check that ``param`` can be sharded over ``mesh`` and is not sharded yet.
+    """Check that ``param`` can be sharded over ``mesh``.
 
     Args:
         name: its qualified name.
         module: a module that holds it.
-        tops: the modules that are being sharded.
     """
     if isinstance(module, torch.jit.ScriptModule):
         raise ValueError(
@@ -238,20 +233,6 @@ def check_parameter(
         )
     if not isinstance(param, DTensor):
         return
-    unit = unit_holding(module, param)
-    if unit is not None:
-        around = {inner for each in unit.modules for inner in each.modules()}
-        if not around.intersection(tops):
-            raise ValueError(
-                f"Parameter '{name}' is already sharded: its module ({type(module).__name__}) is "
-                f"also inside the unit '{unit.name}', which an earlier call of fully_shard made. "
-                "A module that several units contain needs a unit of its own: call fully_shard on "
-                "it first, then on the modules around it"
-            )
-        raise ValueError(
-            f"Parameter '{name}' is already sharded: it belongs to the unit '{unit.name}', made by "
-            f"an earlier call of fully_shard on a module around this one. {_BOTTOM_UP}"
-        )
     own = param.device_mesh
     if own.device_type != mesh.device_type:
         raise ValueError(

@@ -35,12 +35,12 @@ from .arguments import (
     check_direct_min_bytes,
     check_modules_are_free,
     check_parameter,
-    check_tied_units,
     checked_device,
     checked_granularity,
     checked_ignored,
     checked_modules,
     checked_reshard,
+    is_taken,
     warn_of_other_meshes,
     warn_of_padding,
 )
@@ -372,7 +372,6 @@ def _find_parameters(
     names = {m: name for top in reversed(unit.modules) for name, m in top.named_modules()}
     order = {module: i for i, module in enumerate(names)}
     check_modules_are_free(tree, names)
-    check_tied_units(unit.modules)
     managed_here = set(tree)
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in names:
@@ -380,7 +379,8 @@ def _find_parameters(
             if param is None or param in ignored:
                 continue
             # In inner units, only parameters tied to another unit are still the user's own.
-            if module in managed_here or param in ORIGINS:
+            mine = module in managed_here or param in ORIGINS
+            if mine and not is_taken(param, module, unit.modules):
                 owners.setdefault(param, []).append((module, name))
     found = []
     for param, places in owners.items():
@@ -395,7 +395,7 @@ def _find_parameters(
         module, name = places[0]
         fqn = f"{names[module]}.{name}" if names[module] else name
         mesh, dim = _placement(shard_placement_fn, param, fqn, unit.mesh)
-        check_parameter(param, fqn, module, mesh, unit.modules)
+        check_parameter(param, fqn, module, mesh)
         managed = ShardedParam(param, places, mesh, dim, fqn, granularity(param, fqn))
         found.append(_Found(param, managed, earlier))
     return found

@@ -46,8 +46,8 @@ from ..dtensor.subclasses import is_subclass
 from ..guards.rank_agreement.comparison import by_ranks
 from ..guards.rank_agreement.first_forward import WARN_AFTER_S
 from ..guards.rank_agreement.store_exchange import StoreExchange, can_meet
-from ..runtime.hooks import about_to_write, units_holding
-from ..runtime.unit import Unit, units_in
+from ..runtime.hooks import about_to_write
+from ..runtime.unit import Unit, units_holding, units_in
 from ..sharding.mesh import replicated
 from ..sharding.param import managed_param
 from ..sharding.process_groups import timeout_of

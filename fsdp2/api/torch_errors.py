@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grad
 from ..common.failures import reraise
 from ..dtensor.placement import is_gathered_part
 from ..features.early_free.freed_params import FreedParameterProxy
-from ..runtime.hooks import unit_holding
+from ..runtime.unit import unit_holding
 from ..sharding.param import managed_param, param_gathered_as
 
 _installed = False

@@ -6,6 +6,7 @@ which parameters were tied or replaced after `fully_shard`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -23,7 +24,7 @@ from ..policy import param_dtype_of
 from ..sharding.param import ShardedParam, managed_as
 from .registration import put
 from .runtime import Runtime, runtime_of
-from .unit import ORIGINS, Unit, modules_outside, unit_of, units_in
+from .unit import ORIGINS, Unit, modules_outside, unit_holding, unit_of, units_in
 
 Place = tuple[nn.Module, str]
 
@@ -200,23 +201,26 @@ def follow_modules(root_module: nn.Module, units: Sequence[Unit]) -> None:
         if before.get(param) is not param.sharded:  # gradients were those of the other
             unit.gradients.forget(param)
     held = _places(root_module, of)
+    num_parents = Counter(child for m in root_module.modules() for child in m.children())
+    shared = {inner for m, num in num_parents.items() if num > 1 for inner in m.modules()}
     changed: set[Unit] = set()
     for param, unit in of.items():
-        places = held.get(param, [])
         # Modules that were taken out of the tree may come back.
-        places += [(m, n) for m, n in param.owners if m._parameters.get(n) is param.sharded]
-        places = list(dict.fromkeys(places))
-        if set(places) == set(param.owners):
+        own = [(m, n) for m, n in param.owners if m._parameters.get(n) is param.sharded]
+        places = list(dict.fromkeys(held.get(param, []) + own))
+        uses = {module for module, _ in places}
+        if set(places) != set(param.owners):
+            changed.add(unit)
+        elif uses.isdisjoint(shared):
             continue
-        changed.add(unit)
         if not places:  # others are in all of its places
             unit.param_group.forget(param)
             unit.gradients.forget(param)
             continue
         param.owners = places
-        around = _unit_around({module for module, _ in places}, unit, root_module, units)
+        around = _unit_around(uses, unit, root_module, units)
         if around is not unit:
-            changed.add(around)
+            changed |= {unit, around}
             _move(param, unit, around)
     for unit in changed:
         unit.param_group.reshard_storage(renumber=True)
@@ -240,9 +244,13 @@ def _places(
             param = managed_as(value)
             if param in of:
                 held.setdefault(param, []).append((module, name))
+                continue
             # `fully_shard` replaces a parameter in the modules that it was called on. A module
             # outside of them that shares it keeps the original, which each rank would train alone.
-            elif value in ORIGINS or (param is not None and (module, name) in ours):
+            # And the unit of another root does not gather when this one runs.
+            owner = unit_holding(module, value)
+            beside = owner and all(root_module not in top.modules() for top in owner.modules)
+            if value in ORIGINS or beside or (param is not None and (module, name) in ours):
                 other = ORIGINS[value][1] if param is None else param
                 raise ValueError(
                     f"Parameter '{f'{prefix}.{name}'.lstrip('.')}' is shared with a parameter "

@@ -24,13 +24,12 @@ from torch.utils.hooks import RemovableHandle
 from ..common.pytree import cast_floating, map_tensors, tensors_in
 from ..dtensor.placement import own_part
 from ..features.middle import Middle, watch_base
-from ..sharding.param import managed_as
 from .borders import Border, Crossing, Entrance, TransformedBorder, mark
 from .building import build_runtime
 from .registration import ModulesChanged
 from .runtime import runtime_of
 from .torch_modes import is_transformed, outside_torch_modes, skip_compile, type_checker
-from .unit import Forward, Unit
+from .unit import Forward, Unit, units_holding
 
 
 def is_wrapped(method: object, owner: nn.Module) -> bool:
@@ -409,24 +408,6 @@ def _is_whole(value: Any, param: DTensor) -> bool:
         and not isinstance(value, DTensor)
         and value.shape == param.shape
     )
-
-
-def units_holding(modules: Iterable[nn.Module]) -> list[Unit]:
-    """The units that own parameters of ``modules``, each once."""
-    # Modules inside a unit have no attribute of ours; what `StateDictHooks` installed names it.
-    found: dict[Unit, None] = {}
-    for module in modules:
-        for hook in module._state_dict_pre_hooks.values():
-            owner = getattr(hook, "__self__", None)
-            if isinstance(owner, StateDictHooks):
-                found[owner.unit] = None
-    return list(found)
-
-
-def unit_holding(module: nn.Module, param: nn.Parameter) -> Unit | None:
-    """The unit whose ``param`` it is that ``module`` holds, if any."""
-    managed = managed_as(param)
-    return next((unit for unit in units_holding([module]) if managed in unit.params), None)
 
 
 _WRAPPER_PREFIXES = (("module.", "DistributedDataParallel"), ("_orig_mod.", "torch.compile"))

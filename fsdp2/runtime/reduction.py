@@ -258,20 +258,18 @@ class Reduction:
         self.store: GradientStore = self.bucket.gradient_store(detached)
         transport = self.scatter or self.replicate
         assert transport is not None
-        dtype = transport.out_dtype(self.bucket)
+        dtype = self.dtype = transport.out_dtype(self.bucket)
         self.in_place = (
             dtype == self.bucket.grad_dtype
             and self.bucket.shard_device == self.bucket.device
             and not self.waits
             and (detached is None or len(detached) == len(self.covered))
         )
-        self.dtype = dtype
         if self.waits and self.bucket.partial is None:
             self.bucket.partial = self.bucket.new_partial(dtype)
         # Made once, with the store: to wrap gradients in DTensors in every backward would cost more
         # than the launch of their collective.
-        self.dtensors = self.store.dtensors
-        self.flat = self.store.flat
+        self.dtensors, self.flat = self.store.dtensors, self.store.flat
 
     def _start(self) -> None:
         """Allocate the output, and start to fill it."""

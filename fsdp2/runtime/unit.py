@@ -29,7 +29,7 @@ from ..guards.lost_writes import GatheredWrites
 from ..sharding.bucket import Bucket
 from ..sharding.gather_plan import GatherBatch, GatherPlan
 from ..sharding.mesh import DataParallelMesh
-from ..sharding.param import ShardedParam
+from ..sharding.param import ShardedParam, managed_as
 from .param_group import ParamGroup
 from .registration import Registration
 from .states import GATHERED, RESHARDED, TRANSITIONS, AfterForward, State
@@ -635,6 +635,20 @@ def units_in(module: nn.Module) -> list[Unit]:
         if unit is not None:
             found[unit] = None
     return list(found)
+
+
+def units_holding(modules: Iterable[nn.Module]) -> list[Unit]:
+    """The units that own parameters of ``modules``, each once."""
+    # Modules inside a unit have no attribute of ours; what `StateDictHooks` installed names it.
+    hooks = (hook for module in modules for hook in module._state_dict_pre_hooks.values())
+    found = (getattr(getattr(hook, "__self__", None), "unit", None) for hook in hooks)
+    return [unit for unit in dict.fromkeys(found) if isinstance(unit, Unit)]
+
+
+def unit_holding(module: nn.Module, param: nn.Parameter) -> Unit | None:
+    """The unit whose ``param`` it is that ``module`` holds, if any."""
+    holding = units_holding([module])
+    return next((unit for unit in holding if managed_as(param) in unit.params), None)
 
 
 def modules_outside(tops: Iterable[nn.Module], unit: Unit) -> set[nn.Module]:

@@ -106,7 +106,7 @@ def test_the_root_before_its_blocks() -> None:
     model = nn.Sequential(nn.Linear(2, 4), mlp())
     fully_shard(model)
     inner = model[1]
-    texts = ("'0.weight'", "already sharded", "unit '(root)'", "bottom-up", "blocks")
+    texts = ("'1.0.weight'", "already sharded", "unit '(root)'", "bottom-up", "blocks")
     unchanged(model, lambda: fully_shard(inner), *texts)
     unchanged(model, lambda: replicate(inner), *texts)
     model(torch.ones(3, 2)).sum().backward()
@@ -114,18 +114,15 @@ def test_the_root_before_its_blocks() -> None:
 
 
 @distributed(1, 2)
-def test_a_module_that_is_in_two_units() -> None:
-    """The error says what to do, and that works."""
+def test_modules_of_another_unit_run_only_under_a_common_root() -> None:
     plain = nn.Sequential(mlp(), mlp())
-    plain[1][0] = plain[0][0]
+    plain[1][0] = plain[0][0]  # type: ignore[index, operator]
     model = copy.deepcopy(plain)
-    fully_shard(model[0])
-    texts = ("'0.weight'", "its module (Linear)", "a unit of its own", "on it first")
-    unchanged(model, lambda: fully_shard(model[1]), *texts)
-    model = copy.deepcopy(plain)
-    for module in (model[0][0], *model, model):
+    for module in model:
         fully_shard(module)
     x = torch.ones(3, 4) + dist.get_rank()
+    error_of(lambda: model[1](x), ValueError, "'0.weight'", "another FSDP group", "common parent")
+    fully_shard(model)
     for each in (model, plain):
         each(x).sum().backward()
     average_gradients(plain)
@@ -134,23 +131,20 @@ def test_a_module_that_is_in_two_units() -> None:
 
 @distributed(1, 2)
 def test_a_tied_weight_of_a_module_that_is_in_two_units() -> None:
-    """The inner unit takes the weight from the module's own unit, and does not run around it."""
+    """The root takes the weight, as only it is gathered around all uses."""
     plain = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     plain[1][0] = plain[0]  # type: ignore[index, operator]
     plain[1][1].weight = plain[0].weight  # type: ignore[index, union-attr]
-    model = copy.deepcopy(plain)
-    fully_shard(model[0])
-    fully_shard(model[1])
-    texts = ("'0.weight'", "used outside", "a FSDPLinear that has it as 'weight'", "around both")
-    unchanged(model, lambda: fully_shard(model), *texts)
-    model = copy.deepcopy(plain)
-    for module in (model[0], model):
-        fully_shard(module)
-    x = torch.ones(3, 4) + dist.get_rank()
-    for each in (model, plain):
-        each(x).sum().backward()
-    average_gradients(plain)
-    assert_same_gradients(model, plain)
+    for inner in ((0, 1), (0,), (1,)):
+        model = copy.deepcopy(plain)
+        for index in inner:
+            fully_shard(model[index])
+        fully_shard(model)
+        for each in (model, plain):
+            each.zero_grad()
+            each(torch.ones(3, 4) + dist.get_rank()).sum().backward()
+        average_gradients(plain)
+        assert_same_gradients(model, plain)
 
 
 @distributed(1, 2)

@@ -22,6 +22,7 @@ from models import Case, token_batch
 from reference import (
     assert_same_gradients,
     assert_same_parameters,
+    average_gradients,
     gathering,
     run_both,
     whole,
@@ -372,3 +373,65 @@ def test_one_name_of_a_tied_parameter_is_loaded(is_used: bool, name: str) -> Non
     assert model.head.weight is model.embed.weight is tied
     assert torch.equal(whole(tied), value)
     train(model, plain)
+
+
+class Mtp(nn.Module):
+    """Predicts a later token, with the head of the model."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+        self.head = head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.proj(x))
+
+
+class SharedHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 7)
+        self.mtp = Mtp(self.head)
+
+    def forward(self, x: Tensor, use: str) -> Tensor:
+        x = self.block(x)
+        outputs = {"main": lambda: self.head(self.norm(x)), "mtp": lambda: self.mtp(x)}
+        return outputs[use]() if use in outputs else sum(each() for each in outputs.values())
+
+
+@ours_only("torch raises a TypeError unless the list comes first")
+@pytest.mark.parametrize("order", ["norm+head, mtp", "mtp, norm+head", "mtp", "head, mtp"])
+@pytest.mark.parametrize("meta", [False, True])
+@distributed(2)
+def test_a_module_that_units_share_is_gathered_by_whichever_is_called(
+    order: str, meta: bool
+) -> None:
+    torch.manual_seed(0)
+    plain = SharedHead()
+    with torch.device("meta" if meta else "cpu"):
+        model = SharedHead()
+    fully_shard(model.block)
+    for names in order.split(", "):
+        units = [getattr(model, name) for name in names.split("+")]
+        fully_shard(units if len(units) > 1 else units[0])
+    fully_shard(model)
+    if meta:
+        model.to_empty(device="cpu")
+    model.load_state_dict(plain.state_dict())
+    assert [name for name, _ in model.named_parameters()] == [
+        n for n, _ in plain.named_parameters()
+    ]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    for step, use in enumerate(("mtp", "both", "main", "mtp")):
+        x = torch.arange(8.0).view(2, 4) / 8 + step + dist.get_rank()
+        losses = [each(x, use).square().sum() for each in (model, plain)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+        average_gradients(plain)
+        assert_same_gradients(model, plain, bitwise=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()

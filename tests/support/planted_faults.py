@@ -326,8 +326,8 @@ FAULTS = (
     Fault(
         "hooks on reduced gradients are not called",
         REDUCTION,
-        "            if self.hook is not None:\n                for part in self._ranges():",
-        "            if self.hook is not None:\n                for part in ():",
+        "                    for part in self._ranges():\n                        self.hook(part)",
+        "                    for part in ():\n                        self.hook(part)",
         test="tests/core/test_methods.py::test_the_hook_sees_and_changes_reduced_gradients",
         families=("gradients",),
     ),
