@@ -12,7 +12,10 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 
+import trace_hashes
+from fsdp2.comm.streams import DeviceStreams
 from fsdp2.runtime import by_hand
 from fsdp2.runtime.runtime import Runtime
 from fsdp2.runtime.unit import Unit
@@ -228,3 +231,30 @@ FOUND = {
 @pytest.mark.parametrize("name", FOUND)
 def test_what_was_found_stays_fixed(name: str) -> None:
     assert list(map(str, violations(FOUND[name])))[:3] == []
+
+
+@pytest.mark.skipif(
+    torch.__version__.split("+")[0] != trace_hashes.known()["torch"],
+    reason="traces have the operators of one version of torch",
+)
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_traces_are_what_they_were() -> None:
+    """Where this fails and the change meant it: ``python -m trace_hashes --write``."""
+    trace_hashes.warm_up()
+    known = trace_hashes.known()
+    chosen = [name for name in trace_hashes.names() if name in known]
+    assert len(chosen) > 150
+    changed = [n for n in chosen if trace_hashes.hash_of(trace_hashes.plan_named(n)) != known[n]]
+    assert changed == []
+
+
+@pytest.mark.long
+def test_a_trace_knows_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the hashes rely on: they change with an order between streams, and with nothing else."""
+    trace_hashes.warm_up()
+    plan = trace_hashes.plan_named("device 2")
+    before = trace_hashes.hash_of(plan)
+    assert trace_hashes.hash_of(plan) == before
+    monkeypatch.setattr(DeviceStreams, "before_free", lambda streams: None)
+    assert trace_hashes.hash_of(plan) != before
