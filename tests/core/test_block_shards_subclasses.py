@@ -78,7 +78,8 @@ def test_blocks_with_a_scale_each_are_gathered_whole() -> None:
     for both in (model, plain):
         train(both, torch.optim.Adam([p for p in both.parameters() if p.requires_grad], lr=0.1))
     x = torch.linspace(-1, 1, 6).view(2, 3)
-    assert torch.equal(model(x), plain(x))
+    # Means of three equal gradients are rounded, on some processors to other numbers.
+    torch.testing.assert_close(model(x), plain(x))
 
 
 @distributed(4)
