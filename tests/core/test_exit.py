@@ -78,7 +78,7 @@ import atexit
 seen = []
 # The first to be registered is the last to be called.
 atexit.register(lambda: print("alive" if seen[0].is_alive() else "ended"))
-from fsdp2.comm import host_links
+from fsdp2.transports.host import links as host_links
 host_links._served.note_unread(1)
 seen.append(host_links._served.thread)
 """
