@@ -1,7 +1,7 @@
 """Replays a traced step through the library's own runtime, for any mesh and any policy.
 
-As in a run, `root.Runtime` decides what is prefetched, what stays gathered and which reductions may
-be in flight. Its units are those of `stand_ins`, so the result is bytes and launches.
+As in a run, `runtime.Runtime` decides what is prefetched, what stays gathered and which reductions
+may be in flight. Its units are those of `stand_ins`, so the result is bytes and launches.
 """
 
 from __future__ import annotations

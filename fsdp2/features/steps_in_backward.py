@@ -33,7 +33,7 @@ from ..sharding.param import ShardedParam
 
 
 class Tree(Protocol):
-    """What is asked of the runtime: of `root.Runtime`, which imports this file."""
+    """What is asked of the runtime: of `runtime.Runtime`, which imports this file."""
 
     streams: Streams
     creates_graph: bool

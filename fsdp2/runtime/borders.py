@@ -23,7 +23,7 @@ Leave = Callable[[Grads], None]
 
 
 class Backwards(Protocol):
-    """What tells one backward from another: of `root.Runtime`."""
+    """What tells one backward from another: of `runtime.Runtime`."""
 
     num_backwards: int
 

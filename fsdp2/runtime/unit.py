@@ -58,7 +58,7 @@ class Stepped(Protocol):
 
 
 class TreeRuntime(Protocol):
-    """What a unit needs of the runtime of its tree: of `root.Runtime`, which imports this file."""
+    """What a unit needs of its tree's runtime: of `runtime.Runtime`, which imports this file."""
 
     in_backward: bool
     creates_graph: bool
@@ -152,7 +152,7 @@ class Unit:
         reshard_after_forward: what the setting in ``config`` means here, for a root or another
             unit.
         runtime: the runtime of the unit's tree, None before the first forward. Code above it calls
-            `root.runtime_of`.
+            `runtime.runtime_of`.
         hooks: the hooks on ``modules``. Code above them calls `hooks.hooks_of`.
         enclosing: units whose modules contain this one's.
         encloses: whether other units are inside this one.

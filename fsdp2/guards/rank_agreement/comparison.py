@@ -97,7 +97,7 @@ def describe(units: Sequence[Unit], names: Names) -> dict[str, str]:
             found[f"placements of '{its_name}'"] = str(spec.placements)
             found[f"requires_grad of '{its_name}'"] = str(param.sharded.requires_grad)
             # Hooks of tensor-parallel parameters decide when partial gradients are summed: see
-            # `deferred_reductions`. Hooks on others change nothing that is communicated.
+            # `partial_gradients`. Hooks on others change nothing that is communicated.
             if param.is_tensor_parallel:
                 hooks = param.sharded._post_accumulate_grad_hooks, param.sharded._backward_hooks
                 found[f"hooks on '{its_name}'"] = str(any(hooks))
