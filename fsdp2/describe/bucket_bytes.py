@@ -22,7 +22,7 @@ from ..policy import (
     wire_dtype,
 )
 from ..sharding.layout import BucketLayout, plan_bucket, secondary_layout
-from ..sharding.reduce_plan import ReducePlan
+from ..sharding.plans import ReducePlan
 from ..transports.compressed.quantize import Cut, cut_reduction, gather_row
 from ..transports.host.topology import Places, Sent, Topology
 

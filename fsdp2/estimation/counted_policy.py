@@ -11,7 +11,7 @@ from typing_extensions import override
 from ..comm.transports import Finish, ended
 from ..policy import CommPolicy
 from ..sharding.bucket import Bucket
-from ..sharding.reduce_plan import ReducePlan
+from ..sharding.plans import ReducePlan
 from ..transports.compressed.quantize import Cut, cut_reduction, gather_row
 from ..transports.compressed.transports import CompressedTransport
 from .account import Held

@@ -18,7 +18,7 @@ from ..comm.means import BLOCK_NUMEL, cut_length, mean_over
 from ..comm.transports import Finish, GroupTransport, done, ended
 from ..sharding.bucket import Bucket
 from ..sharding.layout import BucketLayout
-from ..sharding.reduce_plan import ReducePlan, _is_simple
+from ..sharding.plans import ReducePlan, _is_simple
 from ..transports.host.exchange import EXCHANGE_MAX_RANKS, Exchange
 from ..transports.host.topology import Places, Sent
 from .account import Account, Held

@@ -25,7 +25,7 @@ from ..describe.explain import facts_of, unit_name
 from ..runtime.runtime import Runtime, runtime_of
 from ..runtime.unit import Unit
 from ..sharding.bucket import Bucket
-from ..sharding.reduce_plan import ReducePlan
+from ..sharding.plans import ReducePlan
 from . import events
 from . import log as kinds
 from .clocks import Clock, Mark, make_clock

@@ -24,12 +24,11 @@ from ..guards.rank_agreement.initial_values import InitialValues, whole_of
 from ..guards.unwritten import Mark
 from ..policy import MixedPrecisionPolicy, OffloadBeyond, hops_of, param_dtype_of, sum_dtype
 from ..sharding.bucket import Bucket, SecondaryShards
-from ..sharding.gather_plan import GatherBatch, GatherPlan
 from ..sharding.layout import Slot
 from ..sharding.mesh import DataParallelMesh
 from ..sharding.param import ShardedParam, managed_as
+from ..sharding.plans import GatherBatch, GatherPlan, ReducePlan
 from ..sharding.process_groups import num_hosts
-from ..sharding.reduce_plan import ReducePlan
 from ..transports.compressed.transports import NarrowSecondaryShards
 from .registration import Registration, put
 from .unit_config import UnitConfig

@@ -44,7 +44,7 @@ from ..dtensor.memory import with_own_storage
 from ..features.parameter_hooks import TensorHooks, call_tensor_hooks
 from ..sharding.bucket import Bucket, GradientStore
 from ..sharding.param import ShardedParam
-from ..sharding.reduce_plan import ReducePlan
+from ..sharding.plans import ReducePlan
 from ..transports.compressed.transports import Cuts
 from .unit_config import UnitConfig
 

@@ -27,9 +27,9 @@ from ..features.early_free.freed_params import FreedParameterProxy
 from ..features.frozen_cache import free_cached
 from ..guards.lost_writes import GatheredWrites
 from ..sharding.bucket import Bucket
-from ..sharding.gather_plan import GatherBatch, GatherPlan
 from ..sharding.mesh import DataParallelMesh
 from ..sharding.param import ShardedParam, managed_as
+from ..sharding.plans import GatherBatch, GatherPlan
 from .param_group import ParamGroup
 from .registration import Registration
 from .states import GATHERED, RESHARDED, TRANSITIONS, AfterForward, State

@@ -21,11 +21,10 @@ from ..dtensor.memory import Pack, note_gathered, storage_part, storage_slice, w
 from ..features.early_free.references import References
 from ..features.side_by_side.neighbours import Place
 from ..policy import MixedPrecisionPolicy, wire_dtype
-from .gather_plan import GatherPlan
 from .layout import BucketLayout, Slot, plan_bucket, secondary_layout
 from .mesh import DataParallelMesh
 from .param import ShardedParam, own_rows
-from .reduce_plan import ReducePlan
+from .plans import GatherPlan, ReducePlan
 
 # Before 2.15, torch lets autograd round gradients to the dtype of the unsharded parameter.
 KEEPS_DTYPES = hasattr(torch.Tensor, "_has_grad_dtype_override")

@@ -24,8 +24,7 @@ from ..comm.streams import Finish, ended, wait_for
 from ..comm.transports import GroupTransport, Transport
 from ..custom import AllGather, ReduceScatter
 from ..sharding.bucket import Bucket
-from ..sharding.gather_plan import GatherBatch, GatherPlan
-from ..sharding.reduce_plan import ReducePlan, copy_in
+from ..sharding.plans import GatherBatch, GatherPlan, ReducePlan, copy_in
 
 
 class FlatTransport:

@@ -172,14 +172,14 @@ FAULTS = (
     # -- storage -----------------------------------------------------------------------------
     Fault(
         "every rank casts its shard into the place of rank 0",
-        "sharding/gather_plan.py",
+        "sharding/plans.py",
         "output[rank * numel : (rank + 1) * numel]",
         "output[:numel]",
         test="tests/core/test_mixed_precision.py::test_bf16_compute_with_fp32_reduction",
     ),
     Fault(
         "packed gradients of dims other than 0 are rank 0's for all",
-        "sharding/reduce_plan.py",
+        "sharding/plans.py",
         "piece = grad.narrow(slot.dim, start, stop - start)",
         "piece = grad.narrow(slot.dim, 0, stop - start)",
         test="tests/core/test_parameters.py::test_placements_chosen_by_a_function",
@@ -193,7 +193,7 @@ FAULTS = (
     ),
     Fault(
         "0-dim parameters are read beside their place in the pack",
-        "sharding/gather_plan.py",
+        "sharding/plans.py",
         "rows = pack.narrow(1, first.shard_offset - layout.pack_offset, len(group) * numel)",
         "rows = pack.narrow(1, 0, len(group) * numel)",
         test="tests/core/test_parameters.py::test_parameter_objects_stay_the_same_over_steps",

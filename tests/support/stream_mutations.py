@@ -24,7 +24,7 @@ from fsdp2.runtime.runtime import Runtime, runtime_of
 from fsdp2.runtime.states import State
 from fsdp2.runtime.unit import Forward, Unit
 from fsdp2.sharding.bucket import Bucket, GradientStore, SecondaryShards
-from fsdp2.sharding.gather_plan import GatherPlan
+from fsdp2.sharding.plans import GatherPlan
 from fsdp2.testing import Kind
 from fsdp2.transports.host import messages
 from stream_schedules import Layer, Micro, Plan, Step, used_once

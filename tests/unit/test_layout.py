@@ -17,7 +17,7 @@ from fsdp2.sharding.layout import (
     plan_bucket,
     secondary_layout,
 )
-from fsdp2.sharding.reduce_plan import ReducePlan, copy_in
+from fsdp2.sharding.plans import ReducePlan, copy_in
 
 shapes = st.lists(st.integers(0, 9), min_size=0, max_size=3).map(tuple)
 ITEMSIZES = [(4, 4, 4), (2, 4, 4), (8, 8, 8), (1, 1, 1), (2, 2, 4)]

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2.sharding.layout import plan_bucket
-from fsdp2.sharding.reduce_plan import ReducePlan, copy_in
+from fsdp2.sharding.plans import ReducePlan, copy_in
 
 SHAPES = [(4, 3), (2,), (6,)]
 

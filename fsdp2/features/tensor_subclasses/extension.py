@@ -27,9 +27,9 @@ from ...comm.transports import sum_together
 from ...dtensor.from_local import local_of
 from ...dtensor.memory import note_gathered
 from ...sharding.bucket import Bucket, resize
-from ...sharding.gather_plan import GatherPlan
 from ...sharding.mesh import mesh_of_shards
 from ...sharding.param import EXTENSION_METHODS, is_extension
+from ...sharding.plans import GatherPlan
 from .tensor_subclass import (
     contiguous_strides,
     inner_tensors,

@@ -16,8 +16,7 @@ from ...comm.streams import Finish
 from ...comm.transports import register_backend
 from ...policy import exchanged_sum_dtype
 from ...sharding.bucket import Bucket
-from ...sharding.gather_plan import GatherBatch, GatherPlan, RowGather
-from ...sharding.reduce_plan import ReducePlan, copy_in
+from ...sharding.plans import GatherBatch, GatherPlan, ReducePlan, RowGather, copy_in
 from .links import forget_tags, host_links, places_of
 from .messages import Messages
 from .reads import HostReads

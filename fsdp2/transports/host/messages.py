@@ -10,8 +10,8 @@ from torch.profiler import record_function
 
 from ...comm.means import cut, mean_in_order, whole_bytes
 from ...comm.streams import Finish, wait_for
-from ...sharding.gather_plan import GatherPlan, RowGather
-from ...sharding.gather_plan import Messages as Listed
+from ...sharding.plans import GatherPlan, RowGather
+from ...sharding.plans import Messages as Listed
 from .followers import follow
 
 

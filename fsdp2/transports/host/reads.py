@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from ...comm.means import BLOCK_NUMEL, cut, mean_in_order
 from ...comm.streams import Finish
-from ...sharding.gather_plan import GatherPlan, RowGather
+from ...sharding.plans import GatherPlan, RowGather
 from .cross_memory import Ranges
 from .links import USES_OF_TAG, HostLinks, Operation, Posts
 

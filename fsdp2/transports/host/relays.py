@@ -23,8 +23,8 @@ from torch.profiler import record_function
 
 from ...comm.means import WHOLE_BYTES, cut, mean_in_order
 from ...comm.streams import Finish, wait_for
-from ...sharding.gather_plan import GatherPlan, RowGather
-from ...sharding.gather_plan import Messages as Listed
+from ...sharding.plans import GatherPlan, RowGather
+from ...sharding.plans import Messages as Listed
 from .cross_memory import Ranges
 from .followers import Step, follow
 from .links import HostLinks, Posts
