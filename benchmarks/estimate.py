@@ -24,9 +24,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy
 from fsdp2.api.shard_model import shard_model
-from fsdp2.estimation import estimate
-from fsdp2.estimation.checkpointing import apply_checkpointing
-from fsdp2.estimation.estimating import default_checkpoint_modules
+from fsdp2.planning import estimate
+from fsdp2.planning.estimating import default_checkpoint_modules
+from fsdp2.planning.trace.checkpointing import apply_checkpointing
 from fsdp2.wrap import units_of
 
 from . import machine

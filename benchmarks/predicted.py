@@ -1,6 +1,6 @@
 """Predicted and measured step times: five models, four strategies, two sizes of a micro-batch.
 
-Measures this machine on as many ranks as will train (`fsdp2.planner.measure`), writes the hardware
+Measures this machine on as many ranks as will train (`fsdp2.planning.measure`), writes the hardware
 file, and predicts each step from it (`fsdp2.predict`). Then trains for real: all strategies and
 batches of a model live in the same processes and take turns. The shapes of the models are none of
 those that the measurement times. Writes benchmarks/results/predicted.json and prints a table.
@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
-from fsdp2.estimation.checkpointing import apply_checkpointing
-from fsdp2.estimation.estimating import default_checkpoint_modules
-from fsdp2.planner import Hardware, find_hardware, measure, write_hardware
+from fsdp2.planning import Hardware, find_hardware, measure, write_hardware
+from fsdp2.planning.estimating import default_checkpoint_modules
+from fsdp2.planning.trace.checkpointing import apply_checkpointing
 from fsdp2.wrap import units_of
 
 from . import machine

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from fsdp2.planner import find_hardware
+from fsdp2.planning import find_hardware
 from fsdp2.render.text import plural
 
 from . import machine

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import Kernels, MixedPrecisionPolicy
-from fsdp2.estimation.estimating import default_checkpoint_modules
-from fsdp2.estimation.pipeline import Part
-from fsdp2.estimation.setups import make_setup
-from fsdp2.estimation.trace_options import TraceOptions
-from fsdp2.planner import SimulatedStep, Simulator, find_hardware
-from fsdp2.planner.candidates import Degrees, Pipeline
-from fsdp2.planner.model_steps import ModelSteps
-from fsdp2.planner.pipeline_estimates import estimate_pipeline, stages_alone
-from fsdp2.planner.pipeline_times import replay_pipeline, simulate_pipeline
+from fsdp2.planning import SimulatedStep, Simulator, find_hardware
+from fsdp2.planning.candidates import Degrees, Pipeline
+from fsdp2.planning.estimating import default_checkpoint_modules
+from fsdp2.planning.model_steps import ModelSteps
+from fsdp2.planning.replay.pipeline import Part
+from fsdp2.planning.replay.setups import make_setup
+from fsdp2.planning.simulation.pipeline_estimates import estimate_pipeline, stages_alone
+from fsdp2.planning.simulation.pipeline_times import replay_pipeline, simulate_pipeline
+from fsdp2.planning.trace.trace_options import TraceOptions
 from fsdp2.wrap import units_of
 
 from .models import lm_loss

@@ -35,7 +35,7 @@ def add_compare(groups: Any) -> None:
 
 def run_compare(args: argparse.Namespace) -> int:
     """Compare two files."""
-    from ..planner.comparison import compare, read_json
+    from ..planning.comparison import compare, read_json
 
     try:
         made = compare(read_json(args.predicted), read_json(args.measured))

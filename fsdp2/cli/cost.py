@@ -84,7 +84,7 @@ def parse_amount(text: str) -> float:
 
 def run_cost(args: argparse.Namespace) -> int:
     """Sweep over all kinds of GPUs for a model created on the meta device."""
-    from ..planner import find_hardware, sweep, training_cost
+    from ..planning import find_hardware, sweep, training_cost
 
     def make() -> Any:
         kinds = [find_hardware(name) for name in args.hardware]

@@ -62,7 +62,7 @@ def _measure(args: argparse.Namespace, rank: int = 0) -> int:
     if args.folder is not None and not args.folder.is_dir():
         raise OSError(f"--folder: there is no folder {args.folder}")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded
-    from ..planner import measure, write_hardware
+    from ..planning import measure, write_hardware
 
     def progress(what: str) -> None:
         if rank == 0 and not args.quiet:

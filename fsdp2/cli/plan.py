@@ -398,7 +398,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def _step_options(args: argparse.Namespace) -> dict[str, Any]:
-    from ..estimation import Kernels, StateOffload
+    from ..planning import Kernels, StateOffload
     from ..policy import CPUOffloadPolicy, OffloadPolicy
 
     state = None
@@ -437,7 +437,7 @@ def _call(target: str) -> Any:
 
 def run_estimate(args: argparse.Namespace) -> int:
     """Estimate a model created on the meta device."""
-    from ..estimation import Estimate, estimate
+    from ..planning import Estimate, estimate
 
     def make() -> Estimate:
         options = {**sharding_options(args), **_step_options(args)}
@@ -460,7 +460,7 @@ def run_estimate(args: argparse.Namespace) -> int:
 
 def run_predict(args: argparse.Namespace) -> int:
     """Predict for a model created on the meta device."""
-    from ..planner import predict, sweep
+    from ..planning import predict, sweep
 
     def make() -> Any:
         options, swept = configurations(args)
@@ -513,7 +513,7 @@ def configurations(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, 
 def _hardware_of(args: argparse.Namespace) -> Any:
     from dataclasses import replace
 
-    from ..planner import find_hardware
+    from ..planning import find_hardware
 
     hardware = find_hardware(args.hardware)
     return replace(hardware, speeds=args.speeds) if args.speeds else hardware
@@ -521,7 +521,7 @@ def _hardware_of(args: argparse.Namespace) -> Any:
 
 def run_plan(args: argparse.Namespace) -> int:
     """Plan for a model created on the meta device."""
-    from ..planner import Plan, plan
+    from ..planning import Plan, plan
 
     def make() -> Plan:
         hardware = _hardware_of(args)

@@ -94,7 +94,7 @@ class offload_activations:  # noqa: N801 (used like a function)
         ...     loss.backward()
     """
 
-    _plain: type[Tensor] = Tensor  # `fsdp2.estimation` has fake ones
+    _plain: type[Tensor] = Tensor  # `fsdp2.planning` has fake ones
 
     # Copies beside forward, the last ones first beside backward: vDNN (Rhu et al., MICRO 2016,
     # arXiv 1602.08124). Rejected: to begin with the largest tensors, which are few; the first ones

@@ -318,7 +318,7 @@ class SavedMemory:
             number < saved < now for places in (self._resident, self._leaving) for saved in places
         )
 
-    # -- the copies: what `fsdp2.estimation` replaces by numbers ----------------------------------
+    # -- the copies: what `fsdp2.planning` replaces by numbers ----------------------------------
 
     def _copy_to(self, blocks: list[torch.Tensor], entry: Entry) -> None:
         """Copy the bytes of ``entry`` to host memory, and mark the end of that."""

@@ -15,7 +15,7 @@ from .events import Recording
 from .measures import Measures, UnitMeasures, measure
 from .recorder import Recorder
 
-# The key by which `fsdp2.planner.compare` knows the JSON of a profile; its value is the version.
+# The key by which `fsdp2.planning.compare` knows the JSON of a profile; its value is the version.
 MEASURED = "fsdp2_profile"
 
 # Units that are being profiled.

@@ -66,7 +66,7 @@ class ParamGroup:
             bucket.
     """
 
-    bucket_type: type[Bucket] = Bucket  # `fsdp2.estimation` has one without memory
+    bucket_type: type[Bucket] = Bucket  # `fsdp2.planning` has one without memory
     num_hosts = staticmethod(num_hosts)  # and knows them of groups that are planned
 
     def __init__(

@@ -36,7 +36,7 @@ class UnitGrads:
         deferred: gradients that are still to be summed over tensor-parallel ranks.
     """
 
-    reduction_type: type[Reduction] = Reduction  # `fsdp2.estimation` has one that sums nothing
+    reduction_type: type[Reduction] = Reduction  # `fsdp2.planning` has one that sums nothing
 
     def __init__(self, param_group: ParamGroup, config: UnitConfig) -> None:
         self._param_group = param_group

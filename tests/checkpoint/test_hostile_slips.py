@@ -33,7 +33,7 @@ from fsdp2.checkpoint.loading.pieces import pieces_in, wanted_of
 from fsdp2.checkpoint.loading.source import open_source
 from fsdp2.checkpoint.saving.random_state import checked_random_states, random_states
 from fsdp2.dtensor.boxes import Box, overlapping
-from fsdp2.planner import find_hardware
+from fsdp2.planning import find_hardware
 from harness import ours_only, run_on
 from hostile import INDEX, OWN, STEP, attempt, bits, content_of, manifests_of, seal, sign
 

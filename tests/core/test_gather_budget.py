@@ -26,10 +26,10 @@ from fsdp2 import (
     fully_shard,
     shard_model,
 )
-from fsdp2.estimation.replay import replay
-from fsdp2.estimation.setups import make_setup
-from fsdp2.estimation.tracing import trace_step
 from fsdp2.features.gather_budget import GatherBudgetError
+from fsdp2.planning.replay.replay import replay
+from fsdp2.planning.replay.setups import make_setup
+from fsdp2.planning.trace.tracing import trace_step
 from fsdp2.sharding import bucket
 from fsdp2.wrap import units_of
 from gathers import bytes_held, counting

@@ -17,10 +17,10 @@ from benchmarks.ledger import Ledger
 from benchmarks.transport import KINDS, around_waits, counting_sent
 from estimate_grammar import WIDTH, Configuration, scaled
 from fsdp2 import shard_model
-from fsdp2.estimation import estimate, estimating
-from fsdp2.estimation.checkpointing import apply_checkpointing
-from fsdp2.estimation.counted_transports import _CountingExchange
-from fsdp2.estimation.estimating import default_checkpoint_modules
+from fsdp2.planning import estimate, estimating
+from fsdp2.planning.estimating import default_checkpoint_modules
+from fsdp2.planning.replay.counted_transports import _CountingExchange
+from fsdp2.planning.trace.checkpointing import apply_checkpointing
 from fsdp2.runtime.unit import units_in
 from fsdp2.transports.compressed.transports import Wire
 from fsdp2.transports.host.exchange import Exchange

@@ -61,7 +61,7 @@ _PRELOAD = [
     "hypothesis",
     "fsdp2.checkpoint",
     "fsdp2.optim",
-    "fsdp2.planner",
+    "fsdp2.planning",
     "fsdp2.testing",
 ]
 # The device of the tests in this process: "cpu", "testdev" (`pytest --device testdev`, or a test

@@ -31,7 +31,7 @@ from fsdp2 import (
     sweep,
 )
 from fsdp2.experts import TokenExchange
-from fsdp2.planner import find_hardware
+from fsdp2.planning import find_hardware
 
 H100 = find_hardware("h100")
 SLOW = replace(H100, network_bandwidth=2e9)

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import harness
 from fsdp2 import Profile, fully_shard, profile
 from fsdp2.cli.main import main
-from fsdp2.planner import Comparison, Hardware, compare, find_hardware, plan, predict, sweep
-from fsdp2.planner.unit_figures import unit_figures, waited_s
+from fsdp2.planning import Comparison, Hardware, compare, find_hardware, plan, predict, sweep
+from fsdp2.planning.simulation.unit_figures import unit_figures, waited_s
 from harness import cached_mesh, distributed
 
 pytestmark = harness.ours_only("predictions and profiles")

@@ -20,12 +20,12 @@ if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: torch does not predict", allow_module_level=True)
 
 from fsdp2 import Kernels, MixedPrecisionPolicy, estimate, plan, predict, sweep
-from fsdp2.estimation.checkpointing import apply_checkpointing
-from fsdp2.estimation.compiled import FUSED, Program
-from fsdp2.estimation.events import Compute, Operation, StartOfBackward, StepTrace
-from fsdp2.estimation.fusion import Kernel, kernels_of
-from fsdp2.estimation.meter import StorageMeter
-from fsdp2.estimation.tracing import trace_step
+from fsdp2.planning.trace.checkpointing import apply_checkpointing
+from fsdp2.planning.trace.compiled import FUSED, Program
+from fsdp2.planning.trace.events import Compute, Operation, StartOfBackward, StepTrace
+from fsdp2.planning.trace.fusion import Kernel, kernels_of
+from fsdp2.planning.trace.meter import StorageMeter
+from fsdp2.planning.trace.tracing import trace_step
 
 ROWS, WIDTH = 96, 64
 X = ROWS * WIDTH * 4  # bytes of an activation
@@ -262,7 +262,7 @@ def test_checkpointing_recomputes_in_compiled_modules(mode: str) -> None:
 
 
 def test_modules_that_do_the_same_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fsdp2.estimation.compiled import Compiler
+    from fsdp2.planning.trace.compiled import Compiler
 
     made: list[str] = []
     original = Compiler._traced

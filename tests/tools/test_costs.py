@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp2 import Estimate, estimate, plan, register_cost
-from fsdp2.estimation import op_costs
-from fsdp2.estimation.meter import StorageMeter
+from fsdp2.planning.trace import op_costs
+from fsdp2.planning.trace.meter import StorageMeter
 
 
 def flops_of(call: Any, *shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> int:

@@ -225,7 +225,7 @@ def run(source: str, names: dict[str, Any], name: str) -> Iterator[tuple[str, st
 
 
 # It times this machine for several seconds, as tests/tools/test_measure.py does.
-LONG = "fsdp2.planner.measure:measure"
+LONG = "fsdp2.planning.hardware.measure:measure"
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,12 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks import models as benchmark_models
 from benchmarks.estimate import MAIN, MORE, Case, measure, predict
 from fsdp2 import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, estimate, explain
-from fsdp2.estimation import Estimate
-from fsdp2.estimation.account import Account, Held
-from fsdp2.estimation.events import Gradient
-from fsdp2.estimation.meter import StorageMeter
-from fsdp2.estimation.optimizers import optimizer_cost
-from fsdp2.estimation.tracing import trace_step
+from fsdp2.planning import Estimate
+from fsdp2.planning.trace.account import Account, Held
+from fsdp2.planning.trace.events import Gradient
+from fsdp2.planning.trace.meter import StorageMeter
+from fsdp2.planning.trace.optimizers import optimizer_cost
+from fsdp2.planning.trace.tracing import trace_step
 from fsdp2.sharding.bucket import KEEPS_DTYPES
 from fsdp2.transports.host.topology import Ring, Topology, split_by_link
 from harness import run_on

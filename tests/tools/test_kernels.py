@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from fsdp2 import Kernels, MixedPrecisionPolicy, estimate, plan
-from fsdp2.estimation.events import Compute, StepTrace
-from fsdp2.estimation.tracing import trace_step
+from fsdp2.planning.trace.events import Compute, StepTrace
+from fsdp2.planning.trace.tracing import trace_step
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16)
 SEQUENCE, WIDTH = 256, 64

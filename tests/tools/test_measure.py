@@ -24,18 +24,18 @@ if harness.RUNS_ON_TORCH:
 from example_runs import environment, free_port
 from fsdp2 import plan
 from fsdp2.cli.main import main
-from fsdp2.estimation.device import Transfer
-from fsdp2.estimation.events import Operation
-from fsdp2.estimation.setups import make_setup
-from fsdp2.estimation.tracing import trace_step
-from fsdp2.planner import PRESETS, Hardware, Simulator, find_hardware, measure, write_hardware
-from fsdp2.planner.costs import operation_s, transfer_cost
-from fsdp2.planner.curves import curve, rate_at, rising, seconds_at
-from fsdp2.planner.hardware import STEP_PARTS
-from fsdp2.planner.measure import medians, to_dict
-from fsdp2.planner.outcomes import bound_sentence
-from fsdp2.planner.timed import OperatorTimes, Timed, tables, two_constants
-from fsdp2.planner.workloads import _training
+from fsdp2.planning import PRESETS, Hardware, Simulator, find_hardware, measure, write_hardware
+from fsdp2.planning.hardware.curves import curve, rate_at, rising, seconds_at
+from fsdp2.planning.hardware.hardware import STEP_PARTS
+from fsdp2.planning.hardware.measure import medians, to_dict
+from fsdp2.planning.hardware.timed import OperatorTimes, Timed, tables, two_constants
+from fsdp2.planning.hardware.workloads import _training
+from fsdp2.planning.outcomes import bound_sentence
+from fsdp2.planning.replay.device import Transfer
+from fsdp2.planning.replay.setups import make_setup
+from fsdp2.planning.simulation.costs import operation_s, transfer_cost
+from fsdp2.planning.trace.events import Operation
+from fsdp2.planning.trace.tracing import trace_step
 from fsdp2.transports.host.topology import Topology
 from fsdp2.wrap import units_of
 
@@ -256,7 +256,7 @@ if rank == 1:
 def main(options):
     dist.init_process_group("gloo")
     try:
-        fsdp2.planner.measure(quick=True)
+        fsdp2.planning.hardware.measure(quick=True)
     except RuntimeError as error:
         print(f"rank {rank} got: {error}", file=sys.stderr, flush=True)
         time.sleep(4)  # as where an error is caught: connections and the store stay there
@@ -425,9 +425,9 @@ MEASURE = """
 import os, sys, time
 import torch.distributed as dist
 from fsdp2.cli.main import main
-import fsdp2.planner
+import fsdp2.planning
 rank, options = int(os.environ["RANK"]), sys.argv[1:]
-module = sys.modules["fsdp2.planner.measure"]
+module = sys.modules["fsdp2.planning.hardware.measure"]
 module.measured_steps = lambda *args: []
 {script}
 sys.exit(main(options))

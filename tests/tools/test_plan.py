@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp2 import CommPolicy, MixedPrecisionPolicy, Plan, plan, units_of
-from fsdp2.estimation.device import Transfer
-from fsdp2.estimation.estimating import default_checkpoint_modules
-from fsdp2.estimation.events import StepTrace
-from fsdp2.estimation.setups import make_setup
-from fsdp2.estimation.tracing import trace_step
-from fsdp2.planner import Hardware, SimulatedStep, Simulator, find_hardware
-from fsdp2.planner.candidates import meshes_of, wraps_of
+from fsdp2.planning import Hardware, SimulatedStep, Simulator, find_hardware
+from fsdp2.planning.candidates import meshes_of, wraps_of
+from fsdp2.planning.estimating import default_checkpoint_modules
+from fsdp2.planning.replay.device import Transfer
+from fsdp2.planning.replay.setups import make_setup
+from fsdp2.planning.trace.events import StepTrace
+from fsdp2.planning.trace.tracing import trace_step
 from fsdp2.runtime.unit import unit_of
 from harness import distributed
 

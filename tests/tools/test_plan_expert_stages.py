@@ -18,8 +18,8 @@ from test_predict_expert_stages import BF16, H100, Experts, Model, on_meta, rena
 from test_predict_pipeline import batch, split
 
 from fsdp2 import Plan, plan, predict, sweep
-from fsdp2.planner import Hardware
-from fsdp2.planner.candidates import SEARCHED
+from fsdp2.planning import Hardware
+from fsdp2.planning.candidates import SEARCHED
 
 SIZES = {"width": 512, "num_blocks": 8, "num_experts": 32}
 MICRO_BATCHES = 8

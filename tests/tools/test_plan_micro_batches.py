@@ -16,9 +16,9 @@ if harness.RUNS_ON_TORCH:
 from test_plan import BF16, on_meta, tokens
 
 from fsdp2 import Plan, plan, predict
-from fsdp2.estimation.replay import Player
-from fsdp2.planner import find_hardware
-from fsdp2.planner.ranges import MOST_COMPARED
+from fsdp2.planning import find_hardware
+from fsdp2.planning.ranges import MOST_COMPARED
+from fsdp2.planning.replay.replay import Player
 
 NUM = 24
 # A slow network, so that ways to sum gradients differ.
@@ -67,7 +67,7 @@ def test_the_others_are_what_predict_says_but_for_rounding(made: tuple[Plan, int
 
 def test_as_many_as_are_played_anyway_are_not_estimated() -> None:
     options = {**FIXED, "micro_batches": 8}
-    with mock.patch("fsdp2.planner.searching.with_micro_batches") as estimated:
+    with mock.patch("fsdp2.planning.searching.with_micro_batches") as estimated:
         plan(on_meta(**MODEL), tokens(), SLOW, 64, activation_checkpointing=("none",), **options)
     estimated.assert_not_called()
 

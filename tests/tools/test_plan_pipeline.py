@@ -24,15 +24,15 @@ from test_predict_pipeline import Even, Model, Stage, even_stages, on_meta, spli
 
 from fsdp2 import MixedPrecisionPolicy, Plan, StateOffload, plan, predict
 from fsdp2.cli.main import main
-from fsdp2.estimation.pipeline import Part
-from fsdp2.estimation.schedules import SPLIT
-from fsdp2.estimation.setups import make_setup
-from fsdp2.estimation.trace_options import TraceOptions
-from fsdp2.planner import Hardware, Simulator, find_hardware, searching
-from fsdp2.planner.candidates import Pipeline
-from fsdp2.planner.model_steps import ModelSteps
-from fsdp2.planner.pipeline_estimates import estimate_pipeline, stages_alone
-from fsdp2.planner.pipeline_times import replay_pipeline, simulate_pipeline
+from fsdp2.planning import Hardware, Simulator, find_hardware, searching
+from fsdp2.planning.candidates import Pipeline
+from fsdp2.planning.model_steps import ModelSteps
+from fsdp2.planning.replay.pipeline import Part
+from fsdp2.planning.replay.schedules import SPLIT
+from fsdp2.planning.replay.setups import make_setup
+from fsdp2.planning.simulation.pipeline_estimates import estimate_pipeline, stages_alone
+from fsdp2.planning.simulation.pipeline_times import replay_pipeline, simulate_pipeline
+from fsdp2.planning.trace.trace_options import TraceOptions
 from harness import distributed
 
 H100 = find_hardware("h100")

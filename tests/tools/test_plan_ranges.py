@@ -17,10 +17,10 @@ if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: torch does not predict", allow_module_level=True)
 
 from fsdp2 import MixedPrecisionPolicy, plan, predict, sweep
-from fsdp2.planner import Hardware, find_hardware
-from fsdp2.planner.candidates import Candidate
-from fsdp2.planner.outcomes import Outcome
-from fsdp2.planner.ranges import CLOSE, MOST_COMPARED, as_fast, range_of
+from fsdp2.planning import Hardware, find_hardware
+from fsdp2.planning.candidates import Candidate
+from fsdp2.planning.outcomes import Outcome
+from fsdp2.planning.ranges import CLOSE, MOST_COMPARED, as_fast, range_of
 
 H100 = find_hardware("h100")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

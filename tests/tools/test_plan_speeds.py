@@ -20,7 +20,7 @@ if harness.RUNS_ON_TORCH:
 
 from fsdp2 import Plan, plan, split_batch
 from fsdp2.cli.main import main
-from fsdp2.planner import find_hardware
+from fsdp2.planning import find_hardware
 
 H100 = find_hardware("h100")
 

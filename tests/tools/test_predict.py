@@ -19,8 +19,8 @@ if harness.RUNS_ON_TORCH:
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, Plan, Prediction, plan, predict, sweep
 from fsdp2.cli.main import main
-from fsdp2.planner import find_hardware
-from fsdp2.planner import traces as traces_module
+from fsdp2.planning import find_hardware
+from fsdp2.planning import traces as traces_module
 
 H100 = find_hardware("h100")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -25,15 +25,15 @@ from test_predict_tensor import parallelize
 
 from fsdp2 import MixedPrecisionPolicy, Plan, plan, predict, sweep
 from fsdp2.cli.main import main
-from fsdp2.estimation.context import ContextParallel
-from fsdp2.estimation.device import Transfer
-from fsdp2.estimation.events import Compute, Exchange, ExchangeEnd
-from fsdp2.estimation.expert_units import InnerTopology
-from fsdp2.estimation.tracing import trace_step
-from fsdp2.planner import find_hardware
-from fsdp2.planner.costs import transfer_cost
-from fsdp2.planner.loads import with_part_of_context
-from fsdp2.planner.tensor_parallel import parallel_copy
+from fsdp2.planning import find_hardware
+from fsdp2.planning.replay.device import Transfer
+from fsdp2.planning.simulation.costs import transfer_cost
+from fsdp2.planning.simulation.loads import with_part_of_context
+from fsdp2.planning.tensor_parallel import parallel_copy
+from fsdp2.planning.trace.context import ContextParallel
+from fsdp2.planning.trace.events import Compute, Exchange, ExchangeEnd
+from fsdp2.planning.trace.expert_units import InnerTopology
+from fsdp2.planning.trace.tracing import trace_step
 from fsdp2.transports.host.topology import Ring
 from harness import cached_mesh, distributed
 from ring_attention import RingAttention

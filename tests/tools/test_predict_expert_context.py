@@ -20,15 +20,15 @@ from test_predict_expert_stages import BF16, H100, Mixture, Words, transfers
 from test_predict_pipeline import split
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard, plan, predict, sweep
-from fsdp2.estimation.context import ContextParallel
-from fsdp2.estimation.events import Exchange
-from fsdp2.estimation.expert_units import InnerTopology, with_experts
-from fsdp2.estimation.replay import replay
-from fsdp2.estimation.setups import make_setup
-from fsdp2.estimation.tracing import trace_step
 from fsdp2.experts import shard_experts
-from fsdp2.planner.loads import with_part_of_context
-from fsdp2.planner.tensor_parallel import parallel_copy
+from fsdp2.planning.replay.replay import replay
+from fsdp2.planning.replay.setups import make_setup
+from fsdp2.planning.simulation.loads import with_part_of_context
+from fsdp2.planning.tensor_parallel import parallel_copy
+from fsdp2.planning.trace.context import ContextParallel
+from fsdp2.planning.trace.events import Exchange
+from fsdp2.planning.trace.expert_units import InnerTopology, with_experts
+from fsdp2.planning.trace.tracing import trace_step
 from fsdp2.transports.host.topology import Ring
 from fsdp2.wrap import units_of
 from harness import cached_mesh, distributed

@@ -32,18 +32,18 @@ from test_predict_schedules import MICRO_BATCHES, assert_same_traffic
 from benchmarks.ledger import Ledger
 from fsdp2 import MixedPrecisionPolicy, fully_shard, predict, sweep
 from fsdp2.cli.main import main
-from fsdp2.estimation.device import Transfer
-from fsdp2.estimation.events import Exchange, StartOfBackward, StartOfWeights
-from fsdp2.estimation.expert_units import InnerTopology
-from fsdp2.estimation.paged_state import NOTHING
-from fsdp2.estimation.pipeline import Part, replay_rank
-from fsdp2.estimation.schedules import SPLIT, order_of, rank_of_stage
-from fsdp2.estimation.setups import make_setup
-from fsdp2.estimation.trace_options import TraceOptions
 from fsdp2.experts import TokenExchange, shard_experts
-from fsdp2.planner import find_hardware
-from fsdp2.planner.candidates import Degrees
-from fsdp2.planner.stages import StagedSteps, TracedStage
+from fsdp2.planning import find_hardware
+from fsdp2.planning.candidates import Degrees
+from fsdp2.planning.replay.device import Transfer
+from fsdp2.planning.replay.pipeline import Part, replay_rank
+from fsdp2.planning.replay.schedules import SPLIT, order_of, rank_of_stage
+from fsdp2.planning.replay.setups import make_setup
+from fsdp2.planning.staged_steps import StagedSteps, TracedStage
+from fsdp2.planning.trace.events import Exchange, StartOfBackward, StartOfWeights
+from fsdp2.planning.trace.expert_units import InnerTopology
+from fsdp2.planning.trace.paged_state import NOTHING
+from fsdp2.planning.trace.trace_options import TraceOptions
 from fsdp2.transports.host.topology import Ring
 from harness import cached_mesh, distributed
 from traffic import counting, noting_messages, noting_tokens

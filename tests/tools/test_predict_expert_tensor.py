@@ -38,19 +38,19 @@ from test_predict_tensor import plan_of
 from benchmarks.ledger import Ledger
 from fsdp2 import MixedPrecisionPolicy, fully_shard, plan, predict, sweep
 from fsdp2.cli.main import main
-from fsdp2.estimation.events import Exchange
-from fsdp2.estimation.expert_units import InnerTopology, with_experts
-from fsdp2.estimation.paged_state import NOTHING
-from fsdp2.estimation.pipeline import Part, replay_rank
-from fsdp2.estimation.replay import replay
-from fsdp2.estimation.schedules import order_of
-from fsdp2.estimation.setups import make_setup
-from fsdp2.estimation.trace_options import TraceOptions
-from fsdp2.estimation.tracing import trace_step
 from fsdp2.experts import shard_experts
-from fsdp2.planner.candidates import Degrees
-from fsdp2.planner.stages import StagedSteps
-from fsdp2.planner.tensor_parallel import parallel_copy
+from fsdp2.planning.candidates import Degrees
+from fsdp2.planning.replay.pipeline import Part, replay_rank
+from fsdp2.planning.replay.replay import replay
+from fsdp2.planning.replay.schedules import order_of
+from fsdp2.planning.replay.setups import make_setup
+from fsdp2.planning.staged_steps import StagedSteps
+from fsdp2.planning.tensor_parallel import parallel_copy
+from fsdp2.planning.trace.events import Exchange
+from fsdp2.planning.trace.expert_units import InnerTopology, with_experts
+from fsdp2.planning.trace.paged_state import NOTHING
+from fsdp2.planning.trace.trace_options import TraceOptions
+from fsdp2.planning.trace.tracing import trace_step
 from fsdp2.transports.host.topology import Ring
 from fsdp2.wrap import units_of
 from harness import cached_mesh, distributed, run_on

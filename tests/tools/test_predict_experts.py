@@ -19,11 +19,11 @@ if harness.RUNS_ON_TORCH:
 
 from benchmarks.published_models import DeepSeek, deepseek_batch, next_token_loss
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, estimate, fully_shard, plan, predict
-from fsdp2.estimation.events import Compute, Exchange
-from fsdp2.estimation.expert_units import InnerTopology
-from fsdp2.estimation.tracing import trace_step
 from fsdp2.experts import TokenExchange, local_experts, shard_experts
-from fsdp2.planner import find_hardware
+from fsdp2.planning import find_hardware
+from fsdp2.planning.trace.events import Compute, Exchange
+from fsdp2.planning.trace.expert_units import InnerTopology
+from fsdp2.planning.trace.tracing import trace_step
 from fsdp2.transports.host.topology import Ring
 from harness import cached_mesh, distributed
 

@@ -20,10 +20,10 @@ if harness.RUNS_ON_TORCH:
 
 import testdev
 from fsdp2 import Prediction, estimate, fully_shard, offload_activations, plan, predict, sweep
-from fsdp2.estimation.device import Copy
-from fsdp2.estimation.events import HostCopy, StepTrace
-from fsdp2.estimation.tracing import trace_step
-from fsdp2.planner import find_hardware
+from fsdp2.planning import find_hardware
+from fsdp2.planning.replay.device import Copy
+from fsdp2.planning.trace.events import HostCopy, StepTrace
+from fsdp2.planning.trace.tracing import trace_step
 from harness import cached_mesh, run_on
 
 WIDTH, ROWS = 128, 192

@@ -29,16 +29,16 @@ from fsdp2 import (
     sweep,
 )
 from fsdp2.cli.main import main
-from fsdp2.estimation.events import Compute, StartOfBackward
-from fsdp2.estimation.expert_units import InnerTopology
-from fsdp2.estimation.paged_state import NOTHING
-from fsdp2.estimation.pipeline import Part, replay_rank
-from fsdp2.estimation.schedules import Action, actions_of
-from fsdp2.estimation.setups import make_setup
-from fsdp2.estimation.trace_options import TraceOptions
-from fsdp2.planner import Hardware, find_hardware
-from fsdp2.planner.pipeline_times import RankTimes, begins
-from fsdp2.planner.stages import StagedSteps
+from fsdp2.planning import Hardware, find_hardware
+from fsdp2.planning.replay.pipeline import Part, replay_rank
+from fsdp2.planning.replay.schedules import Action, actions_of
+from fsdp2.planning.replay.setups import make_setup
+from fsdp2.planning.simulation.pipeline_times import RankTimes, begins
+from fsdp2.planning.staged_steps import StagedSteps
+from fsdp2.planning.trace.events import Compute, StartOfBackward
+from fsdp2.planning.trace.expert_units import InnerTopology
+from fsdp2.planning.trace.paged_state import NOTHING
+from fsdp2.planning.trace.trace_options import TraceOptions
 from fsdp2.transports.host.topology import Ring
 from harness import cached_mesh, distributed
 from traffic import counting, noting_messages

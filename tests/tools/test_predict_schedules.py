@@ -21,11 +21,10 @@ from test_predict_pipeline import BF16, Block, Even, Model, even_stages, on_meta
 
 from benchmarks.ledger import Ledger
 from fsdp2 import MixedPrecisionPolicy, fully_shard, predict
-from fsdp2.estimation.events import Gradient
-from fsdp2.estimation.paged_state import NOTHING
-from fsdp2.estimation.pipeline import Part, replay_rank
-from fsdp2.estimation.replay import Replay
-from fsdp2.estimation.schedules import (
+from fsdp2.planning import SimulatedStep, Simulator, find_hardware
+from fsdp2.planning.replay.pipeline import Part, replay_rank
+from fsdp2.planning.replay.replay import Replay
+from fsdp2.planning.replay.schedules import (
     SPLIT,
     STAGES_PER_RANK,
     Action,
@@ -33,17 +32,18 @@ from fsdp2.estimation.schedules import (
     order_of,
     rank_of_stage,
 )
-from fsdp2.estimation.setups import make_setup
-from fsdp2.estimation.trace_options import TraceOptions
-from fsdp2.planner import SimulatedStep, Simulator, find_hardware
-from fsdp2.planner.pipeline_times import (
+from fsdp2.planning.replay.setups import make_setup
+from fsdp2.planning.simulation.pipeline_times import (
     RankOfPipeline,
     RankTimes,
     begins,
     replay_pipeline,
     simulate_pipeline,
 )
-from fsdp2.planner.stages import StagedSteps
+from fsdp2.planning.staged_steps import StagedSteps
+from fsdp2.planning.trace.events import Gradient
+from fsdp2.planning.trace.paged_state import NOTHING
+from fsdp2.planning.trace.trace_options import TraceOptions
 from harness import cached_mesh, distributed
 from traffic import Traffic, counting, noting_messages
 

@@ -30,14 +30,14 @@ from fsdp2 import (
     shard_model,
     sweep,
 )
-from fsdp2.estimation.estimating import placed_optimizer
-from fsdp2.estimation.optimizers import OptimizerCost
-from fsdp2.estimation.paged_state import PagedState, Part, PlacedOptimizer
-from fsdp2.estimation.replay import params_on_host
-from fsdp2.estimation.setups import granularities, make_setup
-from fsdp2.estimation.tracing import trace_step
-from fsdp2.planner import find_hardware
-from fsdp2.planner.optimizer_times import optimizer_s
+from fsdp2.planning import find_hardware
+from fsdp2.planning.estimating import placed_optimizer
+from fsdp2.planning.replay.replay import params_on_host
+from fsdp2.planning.replay.setups import granularities, make_setup
+from fsdp2.planning.simulation.optimizer_times import optimizer_s
+from fsdp2.planning.trace.optimizers import OptimizerCost
+from fsdp2.planning.trace.paged_state import PagedState, Part, PlacedOptimizer
+from fsdp2.planning.trace.tracing import trace_step
 from fsdp2.wrap import units_of
 from harness import cached_mesh, run_on
 

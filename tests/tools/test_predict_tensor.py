@@ -30,11 +30,11 @@ if harness.RUNS_ON_TORCH:
 
 from fsdp2 import MixedPrecisionPolicy, Plan, fully_shard, plan, predict, sweep
 from fsdp2.cli.main import main
-from fsdp2.estimation.events import Compute, Exchange, ExchangeEnd
-from fsdp2.estimation.expert_units import InnerTopology
-from fsdp2.estimation.tracing import trace_step
-from fsdp2.planner import find_hardware
-from fsdp2.planner.tensor_parallel import parallel_copy
+from fsdp2.planning import find_hardware
+from fsdp2.planning.tensor_parallel import parallel_copy
+from fsdp2.planning.trace.events import Compute, Exchange, ExchangeEnd
+from fsdp2.planning.trace.expert_units import InnerTopology
+from fsdp2.planning.trace.tracing import trace_step
 from fsdp2.transports.host.topology import Ring
 from harness import cached_mesh, distributed
 

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.published import ROWS, block_ms
 from benchmarks.published_megatron import SIZES_OF_MEGATRON
 from benchmarks.published_runs import FAMILIES, Run, figures_of, parts_of, simulator_of
-from fsdp2.planner.pipeline_times import replay_pipeline, simulate_pipeline
+from fsdp2.planning.simulation.pipeline_times import replay_pipeline, simulate_pipeline
 from harness import cpu_only, ours_only
 
 pytestmark = [ours_only("models of the benchmarks"), cpu_only("models of the benchmarks")]

@@ -18,15 +18,15 @@ if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: torch does not plan", allow_module_level=True)
 
 from fsdp2 import predict
-from fsdp2.estimation.device import Transfer
-from fsdp2.estimation.events import Operation
-from fsdp2.estimation.setups import make_setup
-from fsdp2.estimation.tracing import trace_step
-from fsdp2.planner import PRESETS, Hardware, Simulator, find_hardware, write_hardware
-from fsdp2.planner.costs import operation_s, transfer_cost
-from fsdp2.planner.hardware import STEP_PARTS
-from fsdp2.planner.reference_models import QUICK
-from fsdp2.planner.reference_steps import Predictor, ReferenceStep, fitted, step_factors
+from fsdp2.planning import PRESETS, Hardware, Simulator, find_hardware, write_hardware
+from fsdp2.planning.hardware.hardware import STEP_PARTS
+from fsdp2.planning.hardware.reference_models import QUICK
+from fsdp2.planning.hardware.reference_steps import Predictor, ReferenceStep, fitted, step_factors
+from fsdp2.planning.replay.device import Transfer
+from fsdp2.planning.replay.setups import make_setup
+from fsdp2.planning.simulation.costs import operation_s, transfer_cost
+from fsdp2.planning.trace.events import Operation
+from fsdp2.planning.trace.tracing import trace_step
 from fsdp2.transports.host.topology import Topology
 from fsdp2.wrap import units_of
 

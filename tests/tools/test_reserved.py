@@ -15,8 +15,8 @@ if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: torch does not plan", allow_module_level=True)
 
 from fsdp2 import estimate, plan
-from fsdp2.estimation.allocator import ALIGN, MIB, Allocator
-from fsdp2.planner import find_hardware
+from fsdp2.planning import find_hardware
+from fsdp2.planning.trace.allocator import ALIGN, MIB, Allocator
 from models import LinearBlocks
 
 H100 = find_hardware("h100")

@@ -19,7 +19,7 @@ if harness.RUNS_ON_TORCH:
 
 from fsdp2 import MixedPrecisionPolicy, Sweep, predict, sweep, training_cost
 from fsdp2.cli.main import main
-from fsdp2.planner import find_hardware
+from fsdp2.planning import find_hardware
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fsdp2"
 MODULES = ("checkpoint", "custom", "experts", "optim", "policy", "testing", "wrap")
 # Only those who ask for them need these.
-ON_DEMAND = {"checkpoint", "cli", "describe", "estimation", "planner", "profiling", "render"}
+ON_DEMAND = {"checkpoint", "cli", "describe", "planning", "profiling", "render"}
 
 
 def run_python(program: str, path: Path = ROOT, *options: str) -> str:
@@ -159,7 +159,7 @@ def test_names_are_functions_whatever_was_imported_before() -> None:
     """No file of the package has the name of a function, which an import of it would replace."""
     files = {path.stem for path in PACKAGE.iterdir()}
     assert files & set(fsdp2.__all__) == {"optim", "wrap"}
-    importlib.import_module("fsdp2.planner.planning")
+    importlib.import_module("fsdp2.planning.planning")
     assert all(inspect.isfunction(f) for f in (fsdp2.plan, fsdp2.estimate, fsdp2.profile))
 
 

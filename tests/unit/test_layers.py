@@ -135,6 +135,13 @@ def test_only_the_command_line_builds_on_checkpoints() -> None:
     assert [n for n in others if any(o.startswith(room) for o in imported(PACKAGE / n))] == []
 
 
+def test_only_the_command_line_builds_on_planning() -> None:
+    """It is built on all the rest, which shards and trains without it."""
+    room = "planning/"
+    others = [name for name in layers() if not name.startswith((room, "cli/"))]
+    assert [n for n in others if any(o.startswith(room) for o in imported(PACKAGE / n))] == []
+
+
 def test_any_other_order_of_two_files_that_know_each_other_is_refused() -> None:
     """What the tests above rely on: imports are found, and the order matters."""
     order = layers()

@@ -16,9 +16,9 @@ import harness
 if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: torch does not plan", allow_module_level=True)
 
-from fsdp2.estimation.device import Transfer
-from fsdp2.planner.costs import Cost, transfer_cost
-from fsdp2.planner.hardware import PRESETS, Hardware, find_hardware
+from fsdp2.planning.hardware.hardware import PRESETS, Hardware, find_hardware
+from fsdp2.planning.replay.device import Transfer
+from fsdp2.planning.simulation.costs import Cost, transfer_cost
 from fsdp2.transports.host.topology import Ring, Topology, split_by_link
 
 H100 = PRESETS["h100"]

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp2.estimation.device import LaunchDevice, Transfer
-from fsdp2.estimation.events import Compute, Operation
-from fsdp2.planner.costs import Cost, link_of, operation_s, transfer_cost
-from fsdp2.planner.hardware import PRESETS, Hardware, find_hardware
-from fsdp2.planner.schedule import Task, schedule
+from fsdp2.planning.hardware.hardware import PRESETS, Hardware, find_hardware
+from fsdp2.planning.replay.device import LaunchDevice, Transfer
+from fsdp2.planning.simulation.costs import Cost, link_of, operation_s, transfer_cost
+from fsdp2.planning.simulation.schedule import Task, schedule
+from fsdp2.planning.trace.events import Compute, Operation
 from fsdp2.transports.host.topology import Ring
 
 H100 = find_hardware("h100")

@@ -1,0 +1,52 @@
+"""Predicts sharded training, and chooses how to shard, without running it.
+
+`estimate` says how much memory and traffic a step takes, `predict` how long it takes as well,
+`sweep` compares many configurations, and `plan` searches for the best one.
+"""
+
+from .comparison import Compared, Comparison, compare
+from .estimate_report import Estimate, RankEstimate, TrafficRow
+from .estimating import estimate
+from .hardware.hardware import PRESETS, Hardware, find_hardware
+from .hardware.measure import measure, write_hardware
+from .outcomes import Outcome
+from .plan_report import Plan, Split
+from .planning import plan
+from .predicting import predict, sweep
+from .prediction import Prediction, Sweep
+from .simulation.simulate import SimulatedStep, Simulator
+from .trace.kernels import Kernels
+from .trace.op_costs import register_cost
+from .trace.paged_state import StateOffload
+from .training_cost import Offer, TrainingCost, training_cost
+
+__all__ = [
+    "PRESETS",
+    "Compared",
+    "Comparison",
+    "Estimate",
+    "Hardware",
+    "Kernels",
+    "Offer",
+    "Outcome",
+    "Plan",
+    "Prediction",
+    "RankEstimate",
+    "SimulatedStep",
+    "Simulator",
+    "Split",
+    "StateOffload",
+    "Sweep",
+    "TrafficRow",
+    "TrainingCost",
+    "compare",
+    "estimate",
+    "find_hardware",
+    "measure",
+    "plan",
+    "predict",
+    "register_cost",
+    "sweep",
+    "training_cost",
+    "write_hardware",
+]

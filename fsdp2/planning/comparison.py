@@ -1,0 +1,348 @@
+"""A prediction beside what a profile measured: step, compute, waits, memory, each with its error.
+
+Both come as JSON, so that they can be made on different machines; nothing here runs a model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from ..render.text import plain_table, plural, show_bytes, show_seconds
+from .outcomes import PREDICTED
+from .plan_report import Plan
+from .prediction import Prediction
+from .simulation.unit_figures import OUTSIDE
+
+_MEASURED = "fsdp2_profile"
+_SECONDS, _BYTES, _COUNT = "seconds", "bytes", "count"
+_SHOW: dict[str, Callable[[float], str]] = {
+    _SECONDS: show_seconds,
+    _BYTES: show_bytes,
+    _COUNT: lambda value: f"{value:.4g}",
+}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One figure.
+
+    Attributes:
+        unit: of the model; empty for the whole step.
+        what: its name.
+        kind: "seconds", "bytes" or "count".
+        predicted, measured: per step.
+    """
+
+    unit: str
+    what: str
+    kind: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float | None:
+        """How far the prediction is above (or, if negative, below) the measurement, as a part of
+        it; None where nothing was measured but something was predicted."""
+        if self.measured:
+            return self.predicted / self.measured - 1
+        return None if self.predicted else 0.0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` returns; ``print`` shows it.
+
+    Attributes:
+        step: figures of the whole step.
+        units: figures of the units that both know.
+        warnings: what the two do not have in common, as sentences.
+    """
+
+    step: list[Compared]
+    units: list[Compared]
+    warnings: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The comparison as JSON-compatible data."""
+
+        def rows(figures: list[Compared]) -> list[dict[str, Any]]:
+            return [{**asdict(each), "error": each.error} for each in figures]
+
+        return {
+            "step": rows(self.step),
+            "units": rows(self.units),
+            "warnings": self.warnings,
+        }
+
+    def picture(self, path: str | Path) -> None:
+        """Write predicted beside measured times and bytes as a picture: step and units.
+
+        Args:
+            path: a file; its suffix selects the format (``.png``, ``.svg``).
+
+        Raises:
+            ImportError: without matplotlib (``pip install fsdp2[train]``).
+        """
+        from .comparison_picture import draw
+
+        draw(self.step, self.units, Path(path))
+
+    @override
+    def __str__(self) -> str:
+        header = ("step", "predicted", "measured", "error")
+        lines = [plain_table(header, [_row(each.what, each) for each in self.step], "123"), ""]
+        rows: list[tuple[str, ...]] = []
+        last = ""
+        for each in self.units:
+            rows.append((each.unit if each.unit != last else "", *_row(each.what, each)))
+            last = each.unit
+        if rows:
+            lines += [plain_table(("unit", "", *header[1:]), rows, "234"), ""]
+        lines += self.warnings
+        return "\n".join(lines).rstrip("\n")
+
+
+def compare(
+    predicted: Plan | Prediction | Mapping[str, Any], measured: Mapping[str, Any]
+) -> Comparison:
+    """Put a prediction beside a profile of the same step.
+
+    Times are means over the profiled steps of its rank; predicted is the fullest, slowest rank.
+    Memory of units is that of gathered parameters and, on GPUs, the most that the allocator had
+    handed out when compute entered or left the unit. A profile on the CPU sees the memory of the
+    whole process, which no prediction has: it is left out, and said so. "Outside units" is the loss
+    where it is predicted, and all else that goes on in a step where it is measured. What a unit
+    gathers is predicted with the padding of uneven dims, which the profile does not count.
+
+    Args:
+        predicted: what `plan` or `predict` returned, or its ``to_dict()``.
+        measured: ``as_dict()`` of a profile (`fsdp2.profile`), or what its ``save_json()`` wrote.
+
+    Raises:
+        ValueError: if either is something else, was made by an fsdp2 that left out what is needed,
+            or has no step; if the two are of different numbers of ranks, of other stages of a
+            pipeline, or have no unit in common.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     step = fsdp2.predict(Model(), tokens, "h100", 1, loss_fn=loss)
+        >>> with fsdp2.profile(model) as p:  # a sharded Model
+        ...     train_step()
+        >>> print(fsdp2.planning.compare(step, p.as_dict()))
+    """
+    if isinstance(predicted, Plan | Prediction):
+        predicted = predicted.to_dict()
+    _check(predicted, PREDICTED, "prediction", "fsdp2 plan --json or fsdp2 predict --json prints")
+    _check(measured, None, "profile", "Profile.save_json writes")
+    try:
+        return _compare(predicted, measured)
+    except (KeyError, TypeError, AttributeError) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else f"a wrong value ({error})"
+        raise ValueError(
+            f"The prediction or the profile has {what}: was it edited? Make it again"
+        ) from error
+
+
+def _compare(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> Comparison:
+    if not measured["steps"]:
+        raise ValueError("The profile has no step: train inside of its with block")
+    ranks = measured.get("num_ranks")
+    if ranks is not None and ranks != predicted["num_ranks"]:
+        raise ValueError(
+            f"The prediction is for {predicted['num_ranks']} ranks, the profile of {ranks}: "
+            "predict with --world-size of the run"
+        )
+    _check_stage(predicted, measured)
+    theirs = {unit["name"]: unit for unit in predicted["units"] if unit["name"] != OUTSIDE}
+    ours = {unit["name"]: unit for unit in measured["units"]}
+    common = [name for name in ours if name in theirs]
+    if not common or (common == ["(root)"] and len(ours) > 1 and len(theirs) > 1):
+        raise ValueError(
+            f"The units have no name in common: the prediction has {_few(theirs)}, the profile "
+            f"{_few(ours)}. Were they made of the same model, with the same wrap=?"
+        )
+    on_device = not measured["host_timed"]
+    warnings = _warnings(predicted, measured, theirs, ours)
+    units = [each for name in common for each in _unit(name, theirs[name], ours[name], on_device)]
+    return Comparison(_step(predicted, measured, on_device), units, warnings)
+
+
+def read_json(path: str | Path) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        ValueError: if it is not JSON.
+        OSError: if it cannot be read.
+    """
+    try:
+        return json.loads(Path(path).read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+def _check(data: object, key: str | None, name: str, source: str) -> None:
+    """``data`` is a prediction (marked by ``key``) or a profile."""
+    needed = ("steps", "units", "total", "host_timed") if key is None else ("units", "num_ranks")
+    if not isinstance(data, Mapping):
+        raise ValueError(f"The {name} is a {type(data).__name__}, not an object as {source}")
+    if (PREDICTED in data) if key is None else (_MEASURED in data):
+        other = "prediction" if key is None else "profile"
+        raise ValueError(f"The {name} is a {other}: the prediction comes first, then the profile")
+    if "predictions" in data:
+        raise ValueError(
+            "The prediction is a table of several: compare one, of a single configuration"
+        )
+    missing = [each for each in needed if each not in data]
+    if missing:
+        raise ValueError(
+            f"The {name} has no {missing[0]!r}: it has to be what {source} (of this version of "
+            "fsdp2)"
+        )
+    version = data.get(key or _MEASURED, 1)
+    if version != 1:
+        raise ValueError(
+            f"The {name} has format {version!r}, this fsdp2 reads 1: make it again, or update"
+        )
+
+
+def _check_stage(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> None:
+    """In a pipeline, predicted units are those of the stages of its first rank."""
+    first = predicted["num_ranks"] // predicted.get("pipeline_ranks", 1)
+    rank = measured.get("rank", 0)
+    if rank >= first:
+        raise ValueError(
+            f"The profile is of rank {rank}, which has other stages than the prediction: compare "
+            f"that of a rank below {first}, the ranks of the first stage"
+        )
+
+
+def _step(
+    predicted: Mapping[str, Any], measured: Mapping[str, Any], on_device: bool
+) -> list[Compared]:
+    theirs = [unit for unit in predicted["units"] if unit["name"] != OUTSIDE]
+    outside = [unit for unit in predicted["units"] if unit["name"] == OUTSIDE]
+    total, steps = measured["total"], measured["steps"]
+
+    def mean(name: str) -> float:
+        return sum(step[name] for step in steps) / len(steps)
+
+    def both(kind: str, name: str) -> tuple[float, float]:
+        mine = [total["gather"]] if kind == "gather" else [total["reduce_scatter"]]
+        mine += [total["all_reduce"]] if kind == "reduce" else []
+        return sum(unit[kind][name] for unit in theirs), sum(each[name] for each in mine)
+
+    backward_s = total["backward_s"] + total["recompute_s"]
+    # On the host, compute launches: that is in the profile's forward and backward, and it is
+    # communication for which nothing else can go on.
+    kinds = ("gather", "reduce_scatter", "all_reduce")
+    launch_s = 0.0 if on_device else sum(total[kind]["launch_s"] for kind in kinds)
+    compute_s = total["forward_s"] + backward_s - launch_s
+    optimizer_s, waited_s = mean("optimizer_s"), mean("exposed_s")
+    rows = [
+        ("step", _SECONDS, predicted["step_s"], measured["step_s"]),
+        ("compute", _SECONDS, sum(u["forward_s"] + u["backward_s"] for u in theirs), compute_s),
+        ("forward", _SECONDS, sum(u["forward_s"] for u in theirs), total["forward_s"]),
+        ("backward", _SECONDS, sum(u["backward_s"] for u in theirs), backward_s),
+        (
+            "outside units",
+            _SECONDS,
+            sum(unit["forward_s"] + unit["backward_s"] for unit in outside),
+            max(0.0, measured["step_s"] - total["forward_s"] - backward_s - optimizer_s - waited_s),
+        ),
+        ("optimizer", _SECONDS, predicted["optimizer_s"], optimizer_s),
+        ("exposed communication", _SECONDS, predicted["waited_s"], waited_s + launch_s),
+    ]
+    for kind, several in (("gather", "gathers"), ("reduce", "reductions")):
+        rows.append((several, _COUNT, *both(kind, "count")))
+        rows.append((f"time of {several}", _SECONDS, *both(kind, "seconds")))
+        rows.append((f"sent by {several}", _BYTES, *both(kind, "sent_bytes")))
+    gathered = max(step["peak_gathered_bytes"] for step in steps)
+    rows.append(("peak of gathered", _BYTES, predicted["peak_gathered_bytes"], gathered))
+    totals = [step["peak_bytes"] for step in steps if step["peak_bytes"] is not None]
+    if on_device and totals:
+        borders = max(unit["peak_bytes"] for unit in predicted["units"])
+        rows.append(("peak at unit boundaries", _BYTES, borders, max(totals)))
+    return _figures("", rows)
+
+
+def _unit(
+    name: str, theirs: Mapping[str, Any], ours: Mapping[str, Any], on_device: bool
+) -> list[Compared]:
+    reduces = (ours["reduce_scatter"], ours["all_reduce"])
+    exposed = theirs["gather"]["exposed_s"] + theirs["reduce"]["exposed_s"]
+    waited = ours["gather"]["exposed_s"] + sum(each["exposed_s"] for each in reduces)
+    rows: list[tuple[str, str, float, float]] = [
+        ("forward", _SECONDS, theirs["forward_s"], ours["forward_s"]),
+        ("backward", _SECONDS, theirs["backward_s"], ours["backward_s"] + ours["recompute_s"]),
+        ("exposed", _SECONDS, exposed, waited),
+        ("gathered", _BYTES, _each(theirs["gather"]), _each(ours["gather"])),
+    ]
+    if on_device and ours.get("peak_bytes") is not None:
+        rows.append(("memory", _BYTES, theirs["peak_bytes"], ours["peak_bytes"]))
+    return _figures(name, rows)
+
+
+def _figures(unit: str, rows: Iterable[tuple[str, str, Any, Any]]) -> list[Compared]:
+    made = [Compared(unit, *row) for row in rows]
+    for each in made:
+        if not isinstance(each.predicted, float | int) or not isinstance(
+            each.measured, float | int
+        ):
+            raise TypeError(f"{each.what}: {each.predicted!r}, {each.measured!r}")
+    return made
+
+
+def _each(traffic: Mapping[str, Any]) -> float:
+    return traffic["nbytes"] / traffic["count"] if traffic["count"] else 0.0
+
+
+def _warnings(
+    predicted: Mapping[str, Any],
+    measured: Mapping[str, Any],
+    theirs: Mapping[str, Any],
+    ours: Mapping[str, Any],
+) -> list[str]:
+    """What differs between the two that the figures alone do not show."""
+    told = []
+    for mine, others, who in ((theirs, ours, "prediction"), (ours, theirs, "profile")):
+        alone = [name for name in mine if name not in others]
+        if alone:
+            told.append(f"Only the {who} has {plural(len(alone), 'unit')} {_few(alone)}.")
+    counts = [
+        name
+        for name in theirs
+        if name in ours and theirs[name]["gather"]["count"] != ours[name]["gather"]["count"]
+    ]
+    if counts:
+        told.append(
+            f"Predicted were {theirs[counts[0]]['gather']['count']:.4g} gathers of "
+            f"'{counts[0]}' in a step, measured {ours[counts[0]]['gather']['count']:.4g} "
+            f"({len(counts)} units differ): was it the same number of micro-batches, resharding "
+            "and checkpointing?"
+        )
+    if measured["host_timed"]:
+        told.append(
+            "The profile was timed on the host: times of gathers and reductions are upper bounds, "
+            "their launches are in forward and backward of units (of the step, in exposed "
+            "communication), and memory is that of the process, which is not compared."
+        )
+    if all(not step["optimizer_s"] for step in measured["steps"]) and predicted["optimizer_s"]:
+        told.append("No optimizer stepped during the profile.")
+    return told
+
+
+def _few(names: Any) -> str:
+    names = [f"'{name}'" for name in names]
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _row(what: str, each: Compared) -> tuple[str, ...]:
+    show = _SHOW[each.kind]
+    error = "" if each.error is None else f"{100 * each.error:+.1f} %"
+    return what, show(each.predicted), show(each.measured), error

@@ -1,0 +1,1 @@
+"""How fast hardware is: presets, files, and what `fsdp2 measure` writes."""

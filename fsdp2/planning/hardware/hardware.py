@@ -1,0 +1,598 @@
+"""Hardware presets: speeds of GPUs and of the links within and between nodes.
+
+The presets' numbers are from data sheets and published measurements, each named next to it; they
+were written down from memory, without access to the sources. Efficiencies are the fraction of a
+data sheet's number that large kernels reach.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...common.suggestions import did_you_mean
+from .curves import Points, checked, is_tables
+
+GB = 1e9
+MIB, GIB = 2**20, 2**30
+# Fields that need not be positive.
+_MAY_BE_0 = (
+    *("context_bytes", "workspace_bytes", "channel_bytes", "caches_memory"),
+    *("multiprocessors", "launch_s", "call_host_s", "jitter"),
+    *("half_intensity", "overlap", "disk_write_bandwidth", "disk_read_bandwidth"),
+    *("message_s", "param_s", "host_ordered", "optimizer_launch_s"),
+    *("recompute_s", "nodes_per_pod", "rail_optimized"),
+)
+_RANGES = ("kernels_range", "links_range")
+# What `Hardware.step_factors` may be of.
+MULTIPLY, OPERANDS = "multiply", "operands"
+CONVOLVE, ATTEND, MOVE = "convolve", "attend", "move"
+HOST, CALL, GATHER, REDUCE, OPTIMIZER = "host", "call", "gather", "reduce", "optimizer"
+STEP_PARTS = (MULTIPLY, OPERANDS, CONVOLVE, ATTEND, MOVE, HOST, CALL, GATHER, REDUCE, OPTIMIZER)
+# By what the keys of each are: a key that nothing looks up would be ignored.
+_OPERATOR = r"(attention|\w+::\w+) (\w+)"
+_TABLES = {
+    "operator_s": (_OPERATOR, "'aten::gelu float32'"),
+    "operator_flops": (_OPERATOR, "'aten::mm float32'"),
+    "collective_s": (
+        r"(all_gather|reduce_scatter|all_reduce) [1-9]\d*( on [1-9]\d*)?",
+        "'all_gather 8' or 'all_reduce 16 on 2'",
+    ),
+}
+MAX_FILE_BYTES = 1_000_000  # of a file of hardware
+
+
+def _check_keys(name: str, table: Mapping[str, Points]) -> None:
+    form, example = _TABLES[name]
+    for key in table:
+        match = re.fullmatch(form, key)
+        dtype = match and form is _OPERATOR and vars(torch).get(match[2])
+        if match is None or (form is _OPERATOR and not isinstance(dtype, torch.dtype)):
+            raise ValueError(f"{name}: '{key}' has to be like {example}")
+
+
+def _check_factors(name: str, factors: Mapping[str, float]) -> None:
+    for part, factor in factors.items():
+        if part not in STEP_PARTS:
+            raise ValueError(
+                f"Hardware '{name}': step_factors: there is no part '{part}'"
+                f"{did_you_mean(part, STEP_PARTS)}"
+            )
+        if not (factor > 0 and isfinite(factor)):
+            raise ValueError(
+                f"Hardware '{name}': step_factors['{part}'] must be positive and finite, "
+                f"got {factor}"
+            )
+
+
+def _check_spine(hardware: Hardware) -> None:
+    more = hardware.oversubscription
+    if not 1 <= more < 1e6:
+        raise ValueError(
+            f"Hardware '{hardware.name}': oversubscription must be 1 or more, got {more}"
+        )
+    if more > 1 and not (hardware.nodes_per_pod or hardware.rail_optimized):
+        raise ValueError(
+            f"Hardware '{hardware.name}': oversubscription is that of pods or of rails: give "
+            "nodes_per_pod, or rail_optimized"
+        )
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A cluster of nodes with equally many ranks.
+
+    Attributes:
+        name: display name.
+        memory_bytes: memory of one GPU.
+        matmul_flops: FLOP/s of large dense matrix multiplications by dtype, from the data sheet.
+            For a dtype that is missing another one's are taken, and the plan says so.
+        matmul_efficiency: the fraction of it that large multiplications reach.
+        attention_flops: FLOP/s that fused attention kernels reach, forward and backward.
+        memory_bandwidth: bytes per second of the GPU's memory, on the data sheet.
+        memory_efficiency: the fraction of it that streaming kernels reach.
+        kernel_s: the minimum time between the starts of two kernels.
+        ranks_per_node: GPUs in a node.
+        node_bandwidth: bytes per second that a GPU sends to others of its node in a ring.
+        network_bandwidth: bytes per second that a node sends to other nodes.
+        network_efficiency: the fraction of it that collectives reach.
+        nodes_per_pod: nodes that reach each other with all of ``network_bandwidth``; 0: all do.
+            Nodes are numbered pod by pod, and what is for other pods passes the spine.
+        oversubscription: how many times more bandwidth the nodes of a pod have than the links of
+            the pod to the spine; 1: as much.
+        rail_optimized: whether the network cards of equal local ranks of all nodes of a pod are at
+            switches of their own, a rail, and rails meet in the spine. Rings stay on their rails;
+            all-to-alls do not, where several ranks of a node take part.
+        node_latency_s, network_latency_s: latency of one ring step of a message.
+        call_latency_s: fixed latency of a call, however many messages it has.
+        channels: messages of a call that go round their rings at the same time.
+        host_bandwidth: bytes per second between a GPU and host memory.
+        multiprocessors: of a GPU. A collective takes ``channels`` of them from kernels that run at
+            the same time; 0: nothing.
+        launch_s: time of the host per operator of the model.
+        call_host_s: time of the host per call of a collective, with the hooks around it.
+        jitter: standard deviation, relative, of the time that a rank takes for a second of kernels.
+            All wait for the slowest: see ``stragglers_s`` in ``simulation/costs.py``.
+        context_bytes: what the driver and the context of CUDA hold of ``memory_bytes``.
+        workspace_bytes: scratch memory that cuBLAS keeps.
+        channel_bytes: buffers of NCCL for each channel of a communicator.
+        caches_memory: whether tensors are allocated by torch's caching allocator.
+        speeds: of each node, or of each rank, where they differ: what part of the speed of kernels
+            above it reaches. Empty: all reach it. ``fsdp2 doctor`` measures them.
+        device_type: whose kernels run: "cuda", or "cpu".
+        kernels_range, links_range: the relative speeds, slowest and fastest, that kernels and links
+            of such hardware have in practice, where it is not known which: from 0.6 to 1.1 of the
+            above, say. Predictions print the range of a step's time. (1, 1): they are known.
+        half_intensity: the FLOP per byte at which a multiplication reaches half of the FLOP/s of
+            large ones; of more, ``AI / (AI + half_intensity)``. 0: all reach them, or the speed of
+            memory.
+        operator_s: measured, by operator and dtype ("aten::gelu float32"): pairs of bytes that a
+            call reads and writes, and seconds. Operators that are not in it are like "aten::add".
+        operator_flops: measured, likewise: pairs of arithmetic intensity (FLOP per byte) and
+            FLOP/s. Operators that are not in it are like "aten::mm".
+        collective_s: measured, by kind and number of ranks ("all_gather 8"), of ranks of one node,
+            or with the number of nodes ("all_gather 16 on 2"): pairs of bytes of the whole, and
+            seconds. Groups that are not in it are rings.
+        message_s, param_s: time of each further message of a measured collective, and of each
+            further parameter of its unit.
+        host_ordered: whether the host does everything one after the other, as with gloo on the CPU:
+            there are no streams.
+        optimizer_launch_s: if ``host_ordered``, the time of the host per operator of an optimizer,
+            beyond the operator itself: its parameters are DTensors. 0: ``launch_s``.
+        recompute_s: if ``host_ordered``, how much longer the host takes for an operator that
+            activation checkpointing repeats, with what it does in forward for that.
+        overlap: if ``host_ordered``, the part of a collective that goes on while the host computes.
+        disk_write_bandwidth, disk_read_bandwidth: bytes per second of a rank to the folder of
+            checkpoints, while all ranks write or read; 0: not known.
+        step_factors: how many times as long parts of a step take in a step as they were measured to
+            take: of multiplications what their FLOPs take at the highest rate ("multiply") and the
+            rest ("operands"), of other operators ("convolve", "attend", "move"), of the "host"
+            (``launch_s``, ``recompute_s``; ``kernel_s``, if ``host_ordered``), of collectives that
+            were measured what the smallest take ("call") and the rest ("gather", "reduce"), and of
+            the operators of the "optimizer". Those that are not in it: 1.
+        source: where the numbers are from.
+
+    Raises:
+        ValueError: for numbers that are not positive, speeds that are not finite, and ranges
+            without 1.
+
+    Example:
+        >>> ours = replace(find_hardware("h100"), network_bandwidth=100e9, name="ours")
+        >>> ours = replace(ours, speeds=[1.0, 1.0, 0.5, 1.0])  # the third of four nodes is slow
+    """
+
+    name: str
+    memory_bytes: float
+    matmul_flops: Mapping[torch.dtype, float]
+    matmul_efficiency: float
+    attention_flops: float
+    memory_bandwidth: float
+    node_bandwidth: float
+    network_bandwidth: float
+    memory_efficiency: float = 0.85
+    kernel_s: float = 5e-6
+    ranks_per_node: int = 8
+    network_efficiency: float = 0.8
+    node_latency_s: float = 3.4e-6
+    network_latency_s: float = 14e-6
+    call_latency_s: float = 8.4e-6
+    channels: int = 16
+    host_bandwidth: float = 25 * GB
+    multiprocessors: int = 132
+    launch_s: float = 5e-6
+    call_host_s: float = 50e-6
+    jitter: float = 0.05
+    context_bytes: float = 1.5 * GB
+    workspace_bytes: float = 64 * MIB
+    channel_bytes: float = 18.4 * MIB
+    caches_memory: bool = True
+    speeds: Sequence[float] = ()
+    device_type: str = "cuda"
+    kernels_range: tuple[float, float] = (1.0, 1.0)
+    links_range: tuple[float, float] = (1.0, 1.0)
+    source: str = field(default="", compare=False)
+    half_intensity: float = 0.0
+    operator_s: Mapping[str, Points] = field(default_factory=dict)
+    operator_flops: Mapping[str, Points] = field(default_factory=dict)
+    collective_s: Mapping[str, Points] = field(default_factory=dict)
+    message_s: float = 0.0
+    param_s: float = 0.0
+    optimizer_launch_s: float = 0.0
+    recompute_s: float = 0.0
+    host_ordered: bool = False
+    overlap: float = 0.0
+    disk_write_bandwidth: float = 0.0
+    disk_read_bandwidth: float = 0.0
+    step_factors: Mapping[str, float] = field(default_factory=dict)
+    nodes_per_pod: int = 0
+    oversubscription: float = 1.0
+    rail_optimized: bool = False
+
+    def __post_init__(self) -> None:
+        numbers = {k: v for k, v in vars(self).items() if isinstance(v, int | float)}
+        for name in _MAY_BE_0:
+            value = numbers.pop(name)
+            if not (value >= 0 and isfinite(value)):
+                raise ValueError(
+                    f"Hardware '{self.name}': {name} must not be negative, got {value}"
+                )
+        numbers |= {f"matmul_flops[{k}]": v for k, v in self.matmul_flops.items()}
+        for name, value in numbers.items():
+            if not value > 0:
+                raise ValueError(f"Hardware '{self.name}': {name} must be positive, got {value}")
+        if self.overlap > 1:
+            raise ValueError(f"Hardware '{self.name}': overlap is a part, got {self.overlap}")
+        _check_spine(self)
+        for name in _TABLES:
+            try:
+                object.__setattr__(self, name, checked(name, getattr(self, name)))
+                _check_keys(name, getattr(self, name))
+            except ValueError as error:
+                raise ValueError(f"Hardware '{self.name}': {error}") from None
+        _check_factors(self.name, self.step_factors)
+        object.__setattr__(self, "speeds", tuple(map(float, self.speeds)))  # hashable
+        for i, speed in enumerate(self.speeds):
+            if not (speed > 0 and isfinite(speed)):
+                raise ValueError(
+                    f"Hardware '{self.name}': speeds[{i}] must be positive and finite, got {speed}"
+                )
+        for name in _RANGES:
+            object.__setattr__(self, name, tuple(map(float, getattr(self, name))))
+            low_high = getattr(self, name)
+            if len(low_high) != 2 or not (0 < low_high[0] <= 1 <= low_high[1] < 1e3):
+                raise ValueError(
+                    f"Hardware '{self.name}': {name} must be two relative speeds with 1 between "
+                    f"them, got {list(low_high)}"
+                )
+
+    def step_factor(self, part: str) -> float:
+        """That of one of ``STEP_PARTS``."""
+        return self.step_factors.get(part, 1.0)
+
+    def library_bytes(self, communicators: int) -> int:
+        """Memory of a GPU that no allocator of torch's holds: of CUDA, cuBLAS and NCCL."""
+        nccl = communicators * self.channels * self.channel_bytes
+        return int(self.context_bytes + self.workspace_bytes + nccl)
+
+    @property
+    def taken_by_collectives(self) -> float:
+        """The part of a GPU's multiprocessors on which a collective runs."""
+        if not self.multiprocessors:
+            return 0.0
+        return min(0.9, self.channels / self.multiprocessors)
+
+    def flops_of(self, dtype: torch.dtype) -> float:
+        """FLOP/s that large multiplications in ``dtype`` reach."""
+        return self.matmul_flops[self.rate_of(dtype)] * self.matmul_efficiency
+
+    def rate_of(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype whose FLOP/s multiplications in ``dtype`` take: ``dtype``, if they are known;
+        bfloat16 in place of narrower ones; otherwise the slowest."""
+        known = self.matmul_flops
+        if dtype in known:
+            return dtype
+        if dtype.itemsize == 1 and torch.bfloat16 in known:
+            return torch.bfloat16
+        return min(known, key=lambda each: known[each])
+
+
+# Efficiency of multiplications: one number per kind of GPU, for all that a real step loses to the
+# data sheet (shapes, power limits). A100: calibrated on one
+# published row, GPT-175B on 128 GPUs with two sequences each (FSDP paper, 186 TFLOPS). H100: the
+# same part of what is achievable at best, which S. Bekman, Machine Learning Engineering, measured
+# as 267.9 of 312 TFLOPS (A100 SXM) and 794.5 of 989 (H100 SXM): 0.735 / 0.86 * 0.80 = 0.68. H100
+# limited to 500 W: calibrated on one row of torchtitan's. docs/planning.md has the other rows.
+# Ranges of kernels: published training runs on H100s reached 0.45 to 0.55 of the data sheet with
+# software of 2023, compiled ones of 2026 reach 0.7; on A100s models of width 768 reached 0.51, and
+# of width 7168 0.71. B200 and MI300X: 0.7 to 1.1 is a guess, as nothing is calibrated. Links: that
+# large collectives reach 0.75 to 1.1 of what is assumed above is a guess, too.
+# Attention: FlashAttention-2 (arXiv 2307.08691), forward and backward, head width 128: up to about
+# 190 TFLOPS on A100 and 335 on H100.
+# Latencies: NCCL, src/graph/tuning.cc, rings with the Simple protocol: 3.4 us per step over NVLink,
+# 14 us over the network, 8.4 us per call.
+# Channels: NCCL's log (NCCL_DEBUG=INFO) says 16 to 24 per communicator on nodes of 8 A100 or H100.
+# Memory of libraries. Context: of the 80 GiB of an H100, CUDA tells a program of 79.1 (the total of
+# torch.cuda.mem_get_info); a process with one tensor holds about 0.5 GB. cuBLAS: torch's default on
+# Hopper is 32 MiB, and as much for cuBLASLt; less before. NCCL: a connection has buffers of 4 MiB
+# (NCCL_BUFFSIZE), 4.7 MiB (LL128) and 0.5 MiB (LL), and a ring has one to receive and one to send
+# per channel. All this is of the right order and measured on no cluster.
+# Multiprocessors: 108 of an A100, 132 of an H100 (data sheets); a kernel of NCCL has a block on one
+# of them for each channel, and what other kernels lose is taken to be that share of their speed.
+# Host: PyTorch launches 100,000 to 300,000 small kernels per second (its performance notes and
+# many profiles); the hooks of a unit and a call of a collective take 30 to 100 us together. Both
+# decide for small batches only. Jitter: chosen to meet one published row, that of torchtitan's
+# Llama 3 8B on 128 GPUs, which are 2.7 % slower than 8; see `costs.stragglers_s`.
+# Networks of presets are flat. Others: pods of 3,072 GPUs (384 nodes), between which bandwidth is a
+# seventh (The Llama 3 Herd of Models, arXiv 2407.21783, section 3.3.1); rails, with scalable units
+# of 32 nodes and as much bandwidth in the spine (NVIDIA DGX SuperPOD reference architecture, H100).
+# NVLink: bus bandwidth of all-gathers in nccl-tests: about 230 GB/s of 300 (A100) and 360 GB/s of
+# 450 (H100).
+_A100 = Hardware(
+    name="a100-80",
+    memory_bytes=80 * GIB,
+    # NVIDIA A100 data sheet: 312 TFLOPS dense bf16, 156 TF32, 2,039 GB/s (80 GB SXM).
+    matmul_flops={torch.bfloat16: 312e12, torch.float16: 312e12, torch.float32: 156e12},
+    matmul_efficiency=0.735,
+    attention_flops=190e12,
+    memory_bandwidth=2039 * GB,
+    node_bandwidth=230 * GB,
+    network_bandwidth=200 * GB,  # DGX A100: 8 HDR ports of 200 Gb/s for computing
+    host_bandwidth=25 * GB,  # PCIe 4
+    multiprocessors=108,
+    kernels_range=(0.7, 1.0),
+    links_range=(0.75, 1.1),
+)
+_H100 = Hardware(
+    name="h100",
+    memory_bytes=80 * GIB,
+    # NVIDIA H100 SXM data sheet: 1,979 TFLOPS dense FP8, 989 bf16, 494 TF32, 3.35 TB/s.
+    matmul_flops={
+        torch.float8_e4m3fn: 1979e12,
+        torch.float8_e5m2: 1979e12,
+        torch.bfloat16: 989e12,
+        torch.float16: 989e12,
+        torch.float32: 494e12,
+    },
+    matmul_efficiency=0.68,
+    attention_flops=335e12,
+    memory_bandwidth=3350 * GB,
+    node_bandwidth=360 * GB,
+    network_bandwidth=400 * GB,  # DGX H100: 8 NDR ports of 400 Gb/s
+    host_bandwidth=50 * GB,  # PCIe 5
+    kernels_range=(0.66, 1.03),
+    links_range=(0.75, 1.1),
+)
+_B200 = replace(
+    _H100,
+    name="b200",
+    memory_bytes=180 * GB,
+    matmul_flops={
+        torch.float8_e4m3fn: 4500e12,
+        torch.float8_e5m2: 4500e12,
+        torch.bfloat16: 2250e12,
+        torch.float16: 2250e12,
+        torch.float32: 1125e12,
+    },
+    matmul_efficiency=0.66,
+    attention_flops=760e12,
+    memory_bandwidth=8000 * GB,
+    node_bandwidth=720 * GB,
+    multiprocessors=148,
+    kernels_range=(0.7, 1.1),
+)
+
+PRESETS: dict[str, Hardware] = {
+    hardware.name: hardware
+    for hardware in (
+        _A100,
+        # The 40 GB version of the data sheet: HBM2 with 1,555 GB/s.
+        replace(_A100, name="a100-40", memory_bytes=40 * GIB, memory_bandwidth=1555 * GB),
+        # FSDP paper (arXiv 2304.11277), section 5: 80 GB A100s connected by a 2 Tb/s RoCE network.
+        replace(_A100, name="a100-fsdp-paper", network_bandwidth=250 * GB),
+        _H100,
+        # NVIDIA H200 data sheet: the compute of an H100, 141 GB with 4.8 TB/s.
+        replace(_H100, name="h200", memory_bytes=141 * GB, memory_bandwidth=4800 * GB),
+        # torchtitan, docs/performance.md: 96 GB HBM2e with 2.4 TB/s, limited to 500 W, 400 Gb/s
+        # per GPU. Efficiency: calibrated on one row of it, Llama 3 8B on 8 GPUs, so it is known.
+        replace(
+            _H100,
+            name="h100-torchtitan",
+            kernels_range=(1.0, 1.0),
+            memory_bytes=95 * GIB,
+            matmul_efficiency=0.529,
+            memory_bandwidth=2400 * GB,
+        ),
+        # NVIDIA DGX B200 data sheet: 72 PFLOPS FP8 with sparsity of 8, so 4,500 TFLOPS dense each,
+        # 2,250 bf16; 1,440 GB with 64 TB/s of 8; 8 ports of 400 Gb/s; 148 multiprocessors. NVLink
+        # 5: 900 GB/s each way, of which collectives are taken to reach as much as on an H100.
+        # Efficiency: S. Bekman (see above) measured about 0.78 of the data sheet at best, 0.80 on
+        # an H100. Attention: that of an H100, as a part of the data sheet. Nothing is calibrated.
+        _B200,
+        # NVIDIA GB200 NVL72 data sheet: 2,500 TFLOPS dense bf16, 13.4 TB with 576 TB/s of 72 GPUs,
+        # which NVLink connects; 400 Gb/s of network per GPU; C2C 450 GB/s each way.
+        replace(
+            _B200,
+            name="gb200",
+            memory_bytes=186 * GB,
+            matmul_flops={k: v * 2500 / 2250 for k, v in _B200.matmul_flops.items()},
+            attention_flops=840e12,
+            ranks_per_node=72,
+            network_bandwidth=72 * 50 * GB,
+            host_bandwidth=360 * GB,
+        ),
+        # AMD Instinct MI300X data sheet: 1,307 TFLOPS dense bf16, 2,615 FP8, 654 TF32; 192 GB with
+        # 5.3 TB/s; 304 compute units; 7 links of 64 GB/s each way, of which rings are taken to
+        # reach 0.7. Efficiency: S. Bekman measured 0.5 to 0.6 of the data sheet at best, 0.80 on an
+        # H100. Nothing is calibrated, and nothing of this package has run on ROCm.
+        replace(
+            _H100,
+            name="mi300x",
+            memory_bytes=192 * GB,
+            matmul_flops={
+                torch.float8_e4m3fn: 2615e12,
+                torch.float8_e5m2: 2615e12,
+                torch.bfloat16: 1307e12,
+                torch.float16: 1307e12,
+                torch.float32: 654e12,
+            },
+            matmul_efficiency=0.47,
+            attention_flops=300e12,
+            memory_bandwidth=5300 * GB,
+            node_bandwidth=310 * GB,
+            multiprocessors=304,
+            kernels_range=(0.7, 1.1),
+        ),
+        # Two cores and gloo, for trying things out: measured here to the order of magnitude. Gloo
+        # has no channels; 15 messages more took 0.4 to 0.7 ms longer.
+        Hardware(
+            name="cpu",
+            memory_bytes=16 * GIB,
+            matmul_flops={torch.float32: 60e9, torch.bfloat16: 60e9},
+            matmul_efficiency=0.8,
+            attention_flops=20e9,
+            memory_bandwidth=10 * GB,
+            node_bandwidth=3 * GB,
+            network_bandwidth=1 * GB,
+            kernel_s=10e-6,
+            ranks_per_node=2,
+            node_latency_s=50e-6,
+            network_latency_s=50e-6,
+            channels=1,
+            multiprocessors=0,
+            launch_s=0,
+            call_host_s=0,
+            jitter=0,
+            context_bytes=0,
+            workspace_bytes=0,
+            channel_bytes=0,
+            caches_memory=False,
+            device_type="cpu",
+        ),
+    )
+}
+
+
+def find_hardware(hardware: str | Hardware) -> Hardware:
+    """Look up a preset by name, or read a file; a `Hardware` is returned unchanged.
+
+    A file ends in ``.json`` and holds an object: the preset to begin with as "base", and fields of
+    `Hardware` that differ, ``{"base": "h100", "network_bandwidth": 100e9, "speeds": [1, 1, 0.5]}``;
+    ``matmul_flops`` by names of dtypes. `measure` writes such files, with all fields, and says in
+    "measured" where and when.
+
+    Raises:
+        ValueError: for an unknown name, or a file that does not hold that.
+        OSError: for a file that cannot be read.
+        TypeError: for anything else.
+    """
+    if isinstance(hardware, Hardware):
+        return hardware
+    if not isinstance(hardware, str):
+        raise TypeError(f"hardware must be a name or a Hardware, got {hardware!r}")
+    if hardware.endswith(".json"):
+        return _read(Path(hardware))
+    if hardware not in PRESETS:
+        known = ", ".join(f"'{name}'" for name in PRESETS)
+        hint = did_you_mean(hardware, PRESETS)
+        raise ValueError(
+            f"There is no hardware {hardware!r}: choose one of {known}, a file that ends in "
+            f".json, or pass a Hardware{hint}"
+        )
+    return PRESETS[hardware]
+
+
+def _read(path: Path) -> Hardware:
+    if not path.is_file() and path.exists():  # to open a pipe would block
+        raise ValueError(f"{path} is not a file")
+    with path.open("rb") as file:
+        text = file.read(MAX_FILE_BYTES + 1)
+    if len(text) > MAX_FILE_BYTES:
+        raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes")
+    try:
+        told: Any = json.loads(text, object_pairs_hook=_each_once)
+    except _TwiceError as error:
+        raise ValueError(f"{path} has '{error}' twice: keep the one that is meant") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(told, dict):
+        raise ValueError(f"{path} has to hold one object with fields of Hardware")
+    told = {"name": path.stem, **told}
+    base = told.pop("base", None)
+    told.pop("measured", None)  # when, where, by what: for people
+    known = {each.name for each in fields(Hardware)}
+    for key, value in told.items():
+        if key not in known:
+            raise ValueError(f"{path}: there is no field '{key}'{did_you_mean(key, known)}")
+        _check_kind(path, key, value)
+    if "matmul_flops" in told:
+        # Not `getattr`: torch imports some of its modules when they are asked for.
+        dtypes = {name: vars(torch).get(name) for name in told["matmul_flops"]}
+        for name, dtype in dtypes.items():
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"{path}: matmul_flops: there is no dtype '{name}'")
+        told["matmul_flops"] = {dtypes[name]: v for name, v in told["matmul_flops"].items()}
+    if base is not None:
+        if not isinstance(base, str) or base.endswith(".json"):  # a file could name itself
+            raise ValueError(f"{path}: base has to be the name of a preset, got {base!r}")
+        if base not in PRESETS:
+            raise ValueError(
+                f"{path}: base: there is no preset '{base}'{did_you_mean(base, PRESETS)}"
+            )
+        return _made(path, replace, PRESETS[base], told)
+    if missing := _REQUIRED - told.keys():
+        raise ValueError(
+            f'{path} has no {", ".join(sorted(missing))}; a preset as "base" would give them'
+        )
+    return _made(path, Hardware, None, told)
+
+
+class _TwiceError(Exception):
+    """A key that an object of a file has twice; JSON lets the last one win, unnoticed."""
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in made:
+            raise _TwiceError(key)
+        made[key] = value
+    return made
+
+
+def _made(path: Path, make: Any, base: Hardware | None, told: Mapping[str, Any]) -> Hardware:
+    try:
+        return make(**told) if base is None else make(base, **told)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+_REQUIRED = {
+    each.name
+    for each in fields(Hardware)
+    if each.default is MISSING and each.default_factory is MISSING
+}
+
+
+def _check_kind(path: Path, key: str, value: Any) -> None:
+    def is_number(each: Any) -> bool:
+        return isinstance(each, int | float) and not isinstance(each, bool) and abs(each) < 1e300
+
+    kinds = {
+        "name": ("a text", isinstance(value, str)),
+        "source": ("a text", isinstance(value, str)),
+        "device_type": ("a text", isinstance(value, str)),
+        "speeds": ("a list of numbers", isinstance(value, list) and all(map(is_number, value))),
+        **{
+            name: (
+                "a list of two numbers",
+                isinstance(value, list) and len(value) == 2 and all(map(is_number, value)),
+            )
+            for name in _RANGES
+        },
+        "matmul_flops": (
+            "an object with a number for each dtype",
+            isinstance(value, dict) and value != {} and all(map(is_number, value.values())),
+        ),
+        "step_factors": (
+            "an object with a number for each part of a step",
+            isinstance(value, dict) and all(map(is_number, value.values())),
+        ),
+        "caches_memory": ("true or false", isinstance(value, bool)),
+        "host_ordered": ("true or false", isinstance(value, bool)),
+        "rail_optimized": ("true or false", isinstance(value, bool)),
+        "nodes_per_pod": ("a whole number", isinstance(value, int) and is_number(value)),
+        **{name: ("an object of lists of pairs of numbers", is_tables(value)) for name in _TABLES},
+        "ranks_per_node": ("a whole number", isinstance(value, int) and is_number(value)),
+        "multiprocessors": ("a whole number", isinstance(value, int) and is_number(value)),
+        "channels": ("a whole number", isinstance(value, int) and is_number(value)),
+    }
+    what, fits = kinds.get(key, ("a number", is_number(value)))
+    if not fits:
+        raise ValueError(f"{path}: {key} has to be {what}, got {value!r}")

@@ -1,0 +1,212 @@
+"""Which pipelines are worth a simulation, by estimates from their stages alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from ..features.gather_budget import GatherBudgetError
+from ..render.text import plural
+from .candidates import Candidate, Pipeline, first_round, reshards_of
+from .choices import Choices
+from .replay.pipeline import Part
+from .replay.schedules import LOOPED, SPLIT, check_schedule
+from .simulation.pipeline_estimates import (
+    PipelineEstimate,
+    StageAlone,
+    estimate_pipeline,
+    stages_alone,
+)
+from .simulation.simulate import Simulator
+
+
+class PipelineSearch:
+    """Finds the best pipeline over each number of ranks, choice by choice.
+
+    Experts come first, since where they are decides about padding, and so about all else; and again
+    when it is known how often parameters are gathered.
+
+    Args:
+        parts: makes the stages of a candidate.
+        wraps: labels of units to choose from.
+        speed: of the kernels of the slowest rank.
+
+    Attributes:
+        estimates: of all pipelines that work.
+        refused: why others do not, as sentences.
+    """
+
+    def __init__(
+        self,
+        simulator: Simulator,
+        choices: Choices,
+        budget: int,
+        parts: Callable[[Candidate], list[Part]],
+        wraps: Sequence[str],
+        speed: float,
+    ) -> None:
+        self.simulator = simulator
+        self.choices = choices
+        self.budget = budget
+        self.wraps = wraps
+        self.speed = speed
+        self._parts = parts
+        self._stages: dict[tuple[Candidate, bool, bool], tuple[list[Part], list[StageAlone]]] = {}
+        self.estimates: dict[Candidate, PipelineEstimate] = {}
+        self.refused: dict[str, None] = {}
+        self._needs = 1.0  # how much more is needed than estimated
+
+    def paced_s(self, candidate: Candidate) -> float:
+        """About the time of a step, as `Outcome.paced_s`."""
+        return self.estimates[candidate].seconds * candidate.degrees.ranks_per_batch
+
+    def needed_bytes(self, candidate: Candidate) -> float:
+        """About the bytes that its fullest rank needs."""
+        return self._needs * self.estimates[candidate].needed_bytes
+
+    def learn(self, needed: Mapping[Candidate, int]) -> bool:
+        """Take from simulations how much more is needed than estimated.
+
+        Args:
+            needed: bytes by candidate, of any kind.
+
+        Returns:
+            Whether one that should fit does not, so that others may be the best now.
+        """
+        wrong = [
+            needed[candidate] / estimate.needed_bytes
+            for candidate, estimate in self.estimates.items()
+            if self.needed_bytes(candidate) <= self.budget < needed.get(candidate, 0)
+        ]
+        self._needs = max([self._needs, *wrong])
+        return bool(wrong)
+
+    def rank(self, candidate: Candidate) -> tuple[bool, float]:
+        """Orders candidates, the best first."""
+        needed = self.needed_bytes(candidate)
+        if needed > self.budget:
+            return True, needed
+        return False, self.paced_s(candidate)
+
+    def best(
+        self, modes: Sequence[str], progress: Callable[[str, int, int], None]
+    ) -> list[Candidate]:
+        """The best over each number of ranks, and of tensor and context ranks; in order."""
+        numbers = [number for number in self.choices.pipeline_ranks if number > 1]
+        found: list[Candidate] = []
+        for i, number in enumerate(numbers):
+            progress(f"estimating pipelines over {number} ranks", i, len(numbers))
+            for pair in self.choices.pairs(number):
+                found += self._best_of(number, pair, modes)
+        return sorted(found, key=self.rank)
+
+    def _best_of(
+        self, ranks: int, pair: tuple[int | None, int | None], modes: Sequence[str]
+    ) -> list[Candidate]:
+        """The best one with these degrees; none if none works."""
+        node = self.simulator.hardware.ranks_per_node
+        fixed = self.choices.fixed
+        experts = self.choices.expert_ranks[ranks]
+        if not experts:
+            stage = plural(self.choices.num_ranks // ranks, "rank")
+            why = f"a stage has {stage}, and no number of expert_ranks divides these"
+            self._leave_out(plural(ranks, "rank"), why)
+            return []
+        starts = first_round(
+            modes,
+            self.choices.num_ranks // ranks,
+            node,
+            [way for way in self.choices.accumulations if way != "every"],
+            fixed,
+            self.wraps[0],
+            expert_ranks=experts[:1],
+            degrees=[pair],
+            pipeline_ranks=ranks,
+        )
+        pipelines = self._pipelines(ranks)
+        if not starts or not pipelines:
+            return []
+        first = next((c for c in starts if c.strategy == "full"), starts[0])
+        alike = [c for c in starts if (c.strategy, c.mesh) == (first.strategy, first.mesh)]
+        number = self._expert_ranks(alike[-1], pipelines, experts)
+        alike = [replace(c, expert_ranks=number) for c in alike]
+        tried = [_with(c, each) for c in alike for each in pipelines]
+        found = [c for c in tried if self._works(c)]
+        if not found:
+            return []
+        best = min(found, key=self.rank)
+        own = max(1, node // (best.tensor_ranks or 1))
+        meshes = dict.fromkeys((c.strategy, c.mesh) for c in starts)
+        best = self._vary(best, [replace(best, strategy=s, mesh=m) for s, m in meshes])
+        reshards = reshards_of(best, own, fixed)
+        best = self._vary(best, [replace(best, reshard=each) for each in reshards])
+        best = self._vary(best, [replace(best, expert_ranks=each) for each in experts])
+        best = self._vary(best, [replace(best, wrap=wrap) for wrap in self.wraps])
+        return [self._vary(best, [_with(best, each) for each in pipelines])]
+
+    def _expert_ranks(
+        self, start: Candidate, pipelines: Sequence[Pipeline], experts: Sequence[int | None]
+    ) -> int | None:
+        """The best number for ``start``, the one with the least activations, in the first of these
+        pipelines that works."""
+        for each in pipelines if len(experts) > 1 else ():
+            tried = [replace(_with(start, each), expert_ranks=number) for number in experts]
+            if found := [c for c in tried if self._works(c)]:
+                return min(found, key=self.rank).expert_ranks
+        return experts[0]
+
+    def _vary(self, best: Candidate, others: Sequence[Candidate]) -> Candidate:
+        return min([best, *(c for c in others if self._works(c))], key=self.rank)
+
+    def _pipelines(self, ranks: int) -> list[Pipeline]:
+        """Those that run over so many ranks."""
+        found = []
+        for each in self.choices.pipelines:
+            try:
+                check_schedule(
+                    each.schedule,
+                    ranks,
+                    self.choices.micro_batches,
+                    each.stages_per_rank,
+                    compiled=self.choices.compiled,
+                )
+                found.append(each)
+            except ValueError as error:
+                self._refuse(ranks, each, error)
+        return found
+
+    def _refuse(self, ranks: int, pipeline: Pipeline, error: Exception) -> None:
+        self._leave_out(f"{plural(ranks, 'rank')} ({pipeline})", error)
+
+    def _leave_out(self, over: str, why: object) -> None:
+        self.refused[f"Pipeline over {over} is left out: {why}"] = None
+
+    def _works(self, candidate: Candidate) -> bool:
+        """Whether there is an estimate of it, which is made here."""
+        if candidate in self.estimates:
+            return True
+        try:
+            parts, alone = self._alone(candidate)
+        except (ValueError, RuntimeError) as error:  # a model that cannot be cut so, say
+            if isinstance(error, GatherBudgetError):
+                error = ValueError("it has units that do not fit into max_gathered_bytes")
+            self._refuse(candidate.degrees.pipeline, candidate.pipeline, error)
+            return False
+        self.estimates[candidate] = estimate_pipeline(
+            self.simulator, parts, candidate.pipeline, alone
+        )
+        return True
+
+    def _alone(self, candidate: Candidate) -> tuple[list[Part], list[StageAlone]]:
+        """Its stages, which depend on the kind of schedule only; those that are alike once."""
+        schedule = candidate.pipeline.schedule
+        key = (replace(candidate, schedule=None), schedule in LOOPED, schedule in SPLIT)
+        if key not in self._stages:
+            parts = self._parts(candidate)
+            alone = stages_alone(self.simulator, parts, schedule, self.speed)
+            self._stages[key] = (parts, alone)
+        return self._stages[key]
+
+
+def _with(candidate: Candidate, pipeline: Pipeline) -> Candidate:
+    return replace(candidate, schedule=pipeline.schedule, stages_per_rank=pipeline.stages_per_rank)

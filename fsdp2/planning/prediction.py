@@ -1,0 +1,270 @@
+"""A prediction, and a table of many: the numbers, and their text form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from ..render.text import plural, show_bytes, show_seconds, table
+from .advice import SHOWN_PADDING, Padding
+from .hardware.hardware import Hardware
+from .outcomes import PREDICTED, all_dims, bound_sentence, bubble_told, figures_of
+from .picture import draw
+from .ranges import Range, range_figures
+from .simulation.simulate import SimulatedStep
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What `predict` returns: time and memory of a training step; ``print`` shows it.
+
+    Attributes:
+        mesh_shape: (ranks,) or (replicas, shards).
+        choices: the other arguments that make the configuration, by name, as text for tables.
+        seconds: of a step: all micro-batches and the optimizer.
+        samples_per_s: of all ranks; None: the sample input has no dim of samples.
+        tokens_per_s: of all ranks, if the sample input begins with integers (samples, positions).
+        exposed_s: how long kernels wait for communication in a step.
+        bound: what bounds the step: "compute", "communication", "copies", "host" or "pipeline".
+        peak_bytes: of live tensors on the fullest rank (allocated).
+        reserved_bytes: what torch's allocator holds for them.
+        needed_bytes: the same, with what CUDA, cuBLAS and NCCL hold.
+        memory_budget: bytes that a rank may use.
+        fits: whether ``needed_bytes`` are within it.
+        samples, context: sizes of a micro-batch of one rank, where they are known; with
+            ``tensor_ranks`` or ``context_ranks``, of those that share it.
+        tensor_ranks: that share the operators of the model, for each rank of ``mesh_shape``.
+        context_ranks: of the last dim of ``mesh_shape``, those that have parts of the same
+            sequences.
+        pipeline_ranks: that have other stages, each with a mesh of ``mesh_shape``.
+        bubble_s: how long a rank of the pipeline waits for others, the mean of all; part of
+            ``exposed_s``.
+        stages: of each rank of the pipeline: "compute_s", "bubble_s", "peak_bytes" and
+            "needed_bytes"; empty without one.
+        padding: what uneven dims cost the fullest rank; None: nothing.
+        dtype: of computation: that of the policy, or of most parameters.
+        step: the simulated step; of the slowest ranks, if they differ; of the first rank of a
+            pipeline.
+        range: of the time of a step, by what is not known of the hardware; None: all is known, or
+            this is one of many (`sweep`).
+        notes: what the prediction assumes, as sentences.
+    """
+
+    hardware: Hardware
+    mesh_shape: tuple[int, ...]
+    choices: dict[str, Any]
+    seconds: float
+    samples_per_s: float | None
+    tokens_per_s: float | None
+    exposed_s: float
+    bound: str
+    peak_bytes: int
+    reserved_bytes: int
+    needed_bytes: int
+    memory_budget: int
+    fits: bool
+    samples: int | None
+    context: int | None
+    dtype: torch.dtype
+    step: SimulatedStep
+    padding: Padding | None = None
+    tensor_ranks: int = 1
+    context_ranks: int = 1
+    pipeline_ranks: int = 1
+    bubble_s: float = 0.0
+    stages: list[dict[str, float]] = field(default_factory=list)
+    range: Range | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def num_ranks(self) -> int:
+        """All of them."""
+        num = self.tensor_ranks * self.pipeline_ranks
+        for size in self.mesh_shape:
+            num *= size
+        return num
+
+    @property
+    def flops_per_s(self) -> float:
+        """Of a rank, including recomputation."""
+        return self.step.flops / self.seconds if self.seconds else 0.0
+
+    @property
+    def _bubble(self) -> str:
+        return bubble_told(self.bubble_s, self.seconds, self.stages)
+
+    def picture(self, path: str | Path) -> None:
+        """Write the simulated step as a picture: streams over time, memory below."""
+        dims = all_dims(self.mesh_shape, self.tensor_ranks, self.pipeline_ranks)
+        title = (
+            f"Predicted training step on {dims} GPUs ({self.hardware.name}): "
+            f"{show_seconds(self.seconds)}; peak memory {show_bytes(self.peak_bytes)}"
+        )
+        draw(self.step, Path(path), title=title, memory_budget=self.memory_budget)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The prediction as JSON-compatible data."""
+        step = self.step
+        return {
+            PREDICTED: 1,
+            "hardware": self.hardware.name,
+            "mesh_shape": list(self.mesh_shape),
+            "num_ranks": self.num_ranks,
+            "context_ranks": self.context_ranks,
+            "pipeline_ranks": self.pipeline_ranks,
+            "bubble_s": self.bubble_s,
+            "stages": self.stages,
+            **self.choices,
+            "samples": self.samples,
+            "context": self.context,
+            "step_s": self.seconds,
+            **range_figures(self.range),
+            "samples_per_s": self.samples_per_s,
+            "tokens_per_s": self.tokens_per_s,
+            "flops_per_s": self.flops_per_s,
+            "bound": self.bound,
+            **figures_of(step),
+            "peak_bytes": self.peak_bytes,
+            "reserved_bytes": self.reserved_bytes,
+            "needed_bytes": self.needed_bytes,
+            "host_bytes": self.step.host_bytes,
+            "padding_bytes": 0 if self.padding is None else self.padding.nbytes,
+            "padding_factor": 1.0 if self.padding is None else self.padding.factor,
+            "memory_budget": self.memory_budget,
+            "fits": self.fits,
+            "notes": self.notes,
+        }
+
+    @override
+    def __str__(self) -> str:
+        facts = [
+            ("Hardware", f"{self.hardware.name}, {plural(self.num_ranks, 'rank')}"),
+            ("Mesh", _shape(self)),
+            *((_title(k), str(v)) for k, v in self.choices.items() if v is not None),
+            ("Step", f"{show_seconds(self.seconds)}, {_rates(self)}"),
+            *([] if self.range is None else [("Range", str(self.range))]),
+            ("Exposed", f"{show_seconds(self.exposed_s)} of communication and waiting"),
+            *(
+                []
+                if self.pipeline_ranks == 1
+                else [("Bubble", bubble_told(self.bubble_s, self.seconds, self.stages))]
+            ),
+            ("Memory", _memory(self)),
+            *([("Host memory", _host_memory(self))] if self.step.host_bytes else []),
+        ]
+        if self.padding is not None and self.padding.factor >= SHOWN_PADDING:
+            facts.append(("Padding", str(self.padding)))
+        return "\n".join([table(facts, indent=0), "", bound_sentence(self.step), *self.notes])
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What `sweep` returns: predictions of many configurations; ``print`` shows a table.
+
+    Attributes:
+        predictions: in the order of the arguments: ranks, then samples, context, checkpointing,
+            and so on; the last one changes fastest.
+        failed: configurations that cannot run, with the reason: a model that does something else
+            when it is recomputed, or a unit that does not fit into ``max_gathered_bytes``.
+        num_traced: the number of steps that were traced for all of them.
+        columns: what differs among the configurations.
+    """
+
+    predictions: list[Prediction]
+    failed: list[tuple[dict[str, Any], str]]
+    num_traced: int
+    columns: tuple[str, ...]
+
+    @property
+    def best(self) -> Prediction | None:
+        """The one with the most samples per second of those that fit, or with the shortest step if
+        samples are not known. None if nothing fits."""
+        fitting = [p for p in self.predictions if p.fits]
+        return max(fitting, key=lambda p: (p.samples_per_s or 0.0, -p.seconds), default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The table as JSON-compatible data."""
+        return {
+            "predictions": [p.to_dict() for p in self.predictions],
+            "failed": [{**what, "why": why} for what, why in self.failed],
+            "num_traced": self.num_traced,
+        }
+
+    @override
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [(*map(_title, self.columns), *_HEADER)]
+        rows += [(*(_cell(p, name) for name in self.columns), *_row(p)) for p in self.predictions]
+        right = [str(i) for i in range(len(rows[0]) - 2)]
+        lines = [table(rows, right=right, indent=0)]
+        for what, why in self.failed:
+            told = ", ".join(f"{name} {value}" for name, value in what.items())
+            lines.append(f"Cannot run: {told}: {why}")
+        notes = dict.fromkeys(note for p in self.predictions for note in p.notes)
+        return "\n".join([*lines, *notes])
+
+
+# -- as text -------------------------------------------------------------------------------------
+
+_HEADER = ("Step", "Samples/s", "Tokens/s", "Exposed", "Allocated", "Reserved", "Bound", "")
+_TITLES = {"num_ranks": "Ranks", "activation_checkpointing": "Checkpointing", "wrap": "Units"}
+
+
+def _title(name: str) -> str:
+    return _TITLES.get(name, name.replace("_", " ").capitalize())
+
+
+def _cell(made: Prediction, name: str) -> str:
+    if name in made.choices:
+        value = made.choices[name]
+        return "-" if value is None else str(value)
+    value = getattr(made, name, None)
+    return "-" if value is None else str(value)
+
+
+def _row(made: Prediction) -> tuple[str, ...]:
+    return (
+        show_seconds(made.seconds),
+        _rate(made.samples_per_s),
+        _rate(made.tokens_per_s),
+        show_seconds(made.exposed_s),
+        show_bytes(made.peak_bytes),
+        show_bytes(made.reserved_bytes),
+        made.bound,
+        "" if made.fits else "does not fit",
+    )
+
+
+def _rate(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 10 else f"{value:.3g}"
+
+
+def _rates(made: Prediction) -> str:
+    told = [f"{made.flops_per_s / 1e12:.3g} TFLOPS per rank"]
+    for name, value in (("samples", made.samples_per_s), ("tokens", made.tokens_per_s)):
+        if value is not None:
+            told.append(f"{_rate(value)} {name}/s")
+    return ", ".join(told)
+
+
+def _memory(made: Prediction) -> str:
+    libraries = show_bytes(made.needed_bytes - made.reserved_bytes)
+    return (
+        f"{show_bytes(made.peak_bytes)} allocated; {show_bytes(made.reserved_bytes)} reserved + "
+        f"{libraries} of libraries of {show_bytes(made.memory_budget)}"
+        + ("" if made.fits else ": does not fit")
+    )
+
+
+def _host_memory(made: Prediction) -> str:
+    told = ", ".join(f"{show_bytes(n)} of {name}" for name, n in made.step.host_bytes.items())
+    return told if made.pipeline_ranks == 1 else f"{told}, on the first rank"
+
+
+def _shape(made: Prediction) -> str:
+    return " x ".join(map(str, made.mesh_shape))

@@ -1,0 +1,1 @@
+"""A traced step, replayed through the runtime: what it gathers, reduces, holds and sends."""

@@ -1,0 +1,246 @@
+"""Transports that send nothing: they count bytes, messages and the memory of buffers.
+
+Each is the counterpart of one in `comm.transports`, and decides as that does what is cast, copied
+and held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from ...comm.means import BLOCK_NUMEL, cut_length, mean_over
+from ...comm.transports import Finish, GroupTransport, done, ended
+from ...sharding.bucket import Bucket
+from ...sharding.layout import BucketLayout
+from ...sharding.plans import ReducePlan, _is_simple
+from ...transports.host.exchange import EXCHANGE_MAX_RANKS, Exchange
+from ...transports.host.topology import Places, Sent
+from ..trace.account import Account, Held
+from .device import ReplayState, Transfer
+
+
+class CountedGather:
+    """What the gather of a bucket moves."""
+
+    def __init__(self, bucket: Bucket, layout: BucketLayout, rank: int) -> None:
+        self.bucket = bucket
+        self.layout = layout
+        self.rank = rank
+
+
+class CountedGatherBatch:
+    """Several gathers in one call."""
+
+    def __init__(self, plans: Sequence[CountedGather]) -> None:
+        self.plans = tuple(plans)
+
+
+def make_counting_transport(
+    replay: ReplayState, device: torch.device, size: int, group: str
+) -> Any:
+    """The counterpart of the transport that `transports.make_transport` would choose."""
+    exchanges = device.type == "cpu" and size <= EXCHANGE_MAX_RANKS
+    return (_CountingExchange if exchanges else _CountingCollectives)(replay, device, size, group)
+
+
+class _CountingExchange(Exchange):
+    """Straight into place: rows that ranks do not have are not sent.
+
+    Reads within a node, and relays between nodes.
+    """
+
+    exchanges = True
+
+    def __init__(self, replay: ReplayState, device: torch.device, size: int, group: str) -> None:
+        self.replay = replay
+        self.size = size
+        self.name = group
+        self.group = SimpleNamespace(size=lambda: size)  # type: ignore[assignment]
+
+    @override
+    def all_gather(self, plan: Any, tag: int) -> Finish:
+        layout, size = plan.layout, plan.bucket.gather_dtype.itemsize
+        own = sum(layout.slots[i].local_numel(plan.rank) for i in layout.direct)
+        sent = self._places(plan.rank).gather((own + layout.pack_numel) * size)
+        self._note_gather(_padded(layout) * self.size * size, sent, plan)
+        return done
+
+    def _places(self, rank: int) -> Places:
+        return self.replay.topology.ring(self.name, self.size).places(rank)
+
+    @override
+    def reduce_scatter(
+        self, bucket: Bucket, plan: ReducePlan, grads: Any, outs: Any, tag: int
+    ) -> Finish:
+        account, layout = self.replay.account, bucket.layout
+        wire, wide = bucket.wire_dtype(plan), bucket.reduce_dtype
+        held: list[Any] = [_cast(account, grads[i], wire) for i in plan.direct]
+        held.append(_stage(account, bucket, plan, grads, wide))
+        staged = (layout.shard_numel - plan.stage_offset) * wide.itemsize if plan.copied_in else 0
+        numels = [[layout.slots[i].local_numel(r) for i in plan.direct] for r in range(self.size)]
+        sizes = [sum(n) * wire.itemsize + staged for n in numels]
+        summed = outs[0].dtype.itemsize
+        sums = [sum(n) * summed + staged // wide.itemsize * summed for n in numels]
+        blocks = [min(n, BLOCK_NUMEL) * wire.itemsize for n in numels[bucket.rank]]
+        blocks.append(min(staged, BLOCK_NUMEL * wide.itemsize))
+        places = self._places(bucket.rank)
+        sent = places.scatter_parts(sizes, sums)
+        nbytes = (sum(layout.slots[i].full_numel for i in plan.direct)) * wire.itemsize
+        nbytes += staged * self.size
+        copied = _copied(plan, grads, wire, wide)
+        self._note_reduce(nbytes, sent, bucket, plan, copied)
+        part, total = sizes[bucket.rank], sums[bucket.rank]
+        held.append(Held(account, "communication buffers", places.received(part, total)))
+        return self._add_up(len(places.members) * max(blocks) + places.added_up(total), held)
+
+    def _add_up(self, made: int, held: list[Any]) -> Finish:
+        """What ends a reduction: the memory of others in the node is read block by block.
+
+        Args:
+            made: bytes of a block of each, and of sums for other nodes.
+        """
+
+        def finish() -> None:
+            # While it is under way there is nothing of this, however many reductions there are.
+            self.replay.account.touch("communication buffers", made)
+            held.clear()
+
+        return finish
+
+    @override
+    def all_reduce(self, tensors: Sequence[Any], tag: int) -> Finish:
+        nbytes = sum(t.nbytes for t in tensors)
+        parts = [cut_length(t.nbytes, self.size) for t in tensors]
+        block = min(max(parts, default=0), BLOCK_NUMEL * 4)  # of floats
+        places = self._places(0)
+        self._note_all_reduce(tensors, nbytes, places.all_reduce(nbytes))
+        if places.is_whole(nbytes):
+            received, made = (self.size - 1) * nbytes, 0
+        else:
+            part = nbytes // self.size
+            received = places.received(part, part)
+            made = len(places.members) * block + places.added_up(part)
+        buffers = Held(self.replay.account, "communication buffers", received)
+        return self._add_up(made, [buffers])
+
+    def _note_gather(self, nbytes: int, sent: int | Sent, *plans: Any) -> None:
+        messages = sum(len(p.layout.direct) + bool(p.layout.pack_numel) for p in plans)
+        plan = plans[0]
+        group = "secondary" if plan.layout is not plan.bucket.layout else self.name
+        unit = plan.bucket.unit_name
+        pack = sum(p.layout.pack_numel * p.bucket.gather_dtype.itemsize for p in plans)
+        copied = 2 * pack * self.size
+        params = sum(len(p.layout.slots) for p in plans)
+        self._note("all_gather", group, nbytes, sent, messages, unit, copied, params)
+
+    def _note_reduce(
+        self, nbytes: int, sent: int | Sent, bucket: Any, plan: ReducePlan, copied: int
+    ) -> None:
+        num = len(plan.spans)
+        params = len(plan.present)
+        self._note("reduce_scatter", self.name, nbytes, sent, num, bucket.unit_name, copied, params)
+
+    def _note_all_reduce(self, tensors: Sequence[Any], nbytes: int, sent: int | Sent) -> None:
+        unit = tensors[0].unit if tensors else ""
+        params = sum(t.params for t in tensors)
+        self._note("all_reduce", self.name, nbytes, sent, len(tensors), unit, params=params)
+
+    def _note(
+        self,
+        kind: str,
+        group: str,
+        nbytes: int,
+        sent: int | Sent,
+        messages: int,
+        unit: str,
+        copied: int = 0,
+        params: int = 1,
+    ) -> None:
+        total, between = (sent.total, sent.between) if isinstance(sent, Sent) else (sent, None)
+        self.replay.transfer(
+            Transfer(kind, group, nbytes, total, messages, unit, copied, between, params)
+        )
+
+
+class _CountingCollectives(_CountingExchange):
+    """The collectives of a group, as rings."""
+
+    def __init__(self, replay: ReplayState, device: torch.device, size: int, group: str) -> None:
+        super().__init__(replay, device, size, group)
+        self.stream_ordered = device.type != "cpu"
+        self._mean = partial(mean_over, size, sum_only=False)
+
+    exchanges = False
+    coalesces = GroupTransport.coalesces
+    must_copy_in = GroupTransport.must_copy_in
+    casts = GroupTransport.casts
+    out_dtype = GroupTransport.out_dtype
+
+    @override
+    def all_gather(self, plan: Any, tag: int) -> Finish:
+        plans = plan.plans if isinstance(plan, CountedGatherBatch) else (plan,)
+        shard = sum(_padded(p.layout) * p.bucket.gather_dtype.itemsize for p in plans)
+        self._note_gather(shard * self.size, shard * (self.size - 1), *plans)
+        return ended(done, stream_ordered=self.stream_ordered)
+
+    @override
+    def reduce_scatter(
+        self, bucket: Bucket, plan: ReducePlan, grads: Any, outs: Any, tag: int
+    ) -> Finish:
+        account, dtype = self.replay.account, outs[0].dtype
+        held: list[Any] = [_cast(account, grads[i], dtype) for i in plan.direct]
+        held.append(_stage(account, bucket, plan, grads, dtype))
+        shard = sum(numel for _, numel in plan.spans) * dtype.itemsize
+        copied = _copied(plan, grads, dtype, dtype)
+        self._note_reduce(shard * self.size, shard * (self.size - 1), bucket, plan, copied)
+        return ended(held.clear, stream_ordered=self.stream_ordered)
+
+    @override
+    def all_reduce(self, tensors: Sequence[Any], tag: int) -> Finish:
+        nbytes = sum(t.nbytes for t in tensors)
+        self._note_all_reduce(tensors, nbytes, 2 * nbytes * (self.size - 1) // self.size)
+        return ended(done, stream_ordered=self.stream_ordered)
+
+
+def _padded(layout: BucketLayout) -> int:
+    """Elements that a rank contributes to a gather, padding included."""
+    return sum(layout.slots[i].shard_numel for i in layout.direct) + layout.pack_numel
+
+
+def _cast(account: Account, grad: Any, dtype: torch.dtype) -> Held | None:
+    if grad.dtype == dtype:
+        return None
+    return Held(account, "communication buffers", grad.numel * dtype.itemsize)
+
+
+def _copied(
+    plan: ReducePlan, grads: Any, sent_dtype: torch.dtype, staged_dtype: torch.dtype
+) -> int:
+    """Bytes that are read and written where gradients are cast or put into the buffer."""
+    cast = [(grads[i], sent_dtype) for i in plan.direct if grads[i].dtype != sent_dtype]
+    staged = [(grads[i], staged_dtype) for i in plan.copied_in if grads[i] is not None]
+    return sum(g.numel * (g.dtype.itemsize + dtype.itemsize) for g, dtype in cast + staged)
+
+
+def _stage(
+    account: Account, bucket: Bucket, plan: ReducePlan, grads: Any, dtype: torch.dtype
+) -> Held | None:
+    """The buffer that small gradients are copied into; also counts temporary memory."""
+    if not plan.copied_in:
+        return None
+    layout = bucket.layout
+    numel = layout.num_shards * (layout.shard_numel - plan.stage_offset)
+    held = Held(account, "communication buffers", numel * dtype.itemsize)
+    moment = layout.num_shards * layout.filler_numel
+    for i in plan.copied_in:
+        slot = layout.slots[i]
+        if not plan.all_simple and not _is_simple(slot):
+            moment += slot.full_numel
+    account.touch("communication buffers", moment * bucket.gather_dtype.itemsize)
+    return held

@@ -1,0 +1,613 @@
+"""Units, buckets and reductions without tensors: the library's own classes, with counted memory.
+
+All decisions (when to gather and free, what is written in place, what is held and for how long) are
+inherited; only code that touches memory is replaced. When the real code drops a reference to a
+tensor, a `Held` dies here, at the same line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from math import prod
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from ...features.partial_gradients import DeferredReductions
+from ...policy import CommPolicy, OffloadBeyond, compute_dtype, hops_of
+from ...runtime.param_group import ParamGroup
+from ...runtime.reduction import Reduction
+from ...runtime.unit import Unit
+from ...runtime.unit_config import UnitConfig
+from ...runtime.unit_grads import UnitGrads
+from ...sharding.bucket import FREE_MIN_BYTES, Bucket
+from ...sharding.layout import BucketLayout
+from ...sharding.mesh import DataParallelMesh
+from ...transports.compressed.quantize import gather_row
+from ..trace.account import Held
+from ..trace.allocator import Block
+from ..trace.events import ParamInfo
+from .counted_policy import CountingPolicy
+from .counted_transports import CountedGather, CountedGatherBatch, make_counting_transport
+from .device import ReplayState
+
+_EMBEDDING = nn.Embedding.__new__(nn.Embedding)
+_OTHER = nn.Module()
+
+
+class CountedGradient(Held):
+    """A gradient that is not reduced yet."""
+
+    requires_grad = False  # as without create_graph
+
+    def __init__(
+        self,
+        replay: ReplayState,
+        nbytes: int,
+        numel: int,
+        dtype: torch.dtype,
+        block: Block | None = None,
+    ) -> None:
+        super().__init__(replay.account, "unreduced gradients", nbytes, block)
+        self._world = replay
+        self.numel = numel
+        self.dtype = dtype
+
+    def detach(self) -> CountedGradient:
+        return self
+
+    def to(self, dtype: torch.dtype) -> CountedGradient:
+        if dtype == self.dtype:
+            return self
+        nbytes = self.numel * dtype.itemsize
+        self._world.kernel(self.nbytes + nbytes, dtype)
+        return CountedGradient(self._world, nbytes, self.numel, dtype)
+
+    def add_(self, other: Any) -> CountedGradient:
+        self._world.kernel(2 * self.nbytes + other.nbytes, self.dtype)
+        return self
+
+    def attach(self) -> CountedGradient:
+        """Count it as the gradient of a parameter that is not sharded."""
+        self.recount("gradients")
+        return self
+
+
+class CountedParam:
+    """The attributes of a parameter that a unit and its buckets use."""
+
+    def __init__(
+        self,
+        info: ParamInfo,
+        mesh: DataParallelMesh,
+        replicate_below: int,
+        dim: int | None,
+        granularity: int,
+    ) -> None:
+        if mesh.num_shards > 1 and info.made_bytes < replicate_below:
+            mesh = _whole(mesh)
+        self.fqn = info.name
+        self.info = info
+        self.mesh = mesh
+        self.dtype = info.dtype
+        self.param_dtype = info.param_dtype
+        self.compute_dtype = compute_dtype(info.dtype, info.param_dtype)
+        self.grad_dtype_is_set = False
+        self.grad_dtype = None
+        self.extension = False
+        self.full_shape = info.shape
+        # (A parameter that is replicated has a mesh of one rank; its dim says nothing.)
+        self.dim = (dim or 0) if info.shape else None
+        self.granularity = 1 if self.dim is None or mesh.num_shards == 1 else granularity
+        self.owners = [(_EMBEDDING if info.is_embedding else _OTHER, info.name)]
+        self.sharded = SimpleNamespace(
+            grad=None, requires_grad=info.requires_grad, _post_accumulate_grad_hooks=None
+        )
+        self.unsharded = SimpleNamespace(grad=None)
+        self.tensor_parallel = None
+        self.annotations = None
+
+    def local_gradient(self, grad: Any) -> Any:
+        return grad
+
+
+def _whole(mesh: DataParallelMesh) -> DataParallelMesh:
+    """Like `mesh.replicated`: every rank holds the whole, gradients are averaged over all ranks."""
+    all_ranks: Any = "all"
+    return replace(
+        mesh,
+        shard_group=None,
+        shard_rank=0,
+        num_shards=1,
+        replicate_group=all_ranks,
+        num_replicas=mesh.size,
+    )
+
+
+class _GradientStore:
+    """The sharded gradients of a bucket."""
+
+    def __init__(self, replay: ReplayState, bucket: CountedBucket) -> None:
+        self._world = replay
+        self._nbytes = bucket.layout.shard_numel * bucket.grad_dtype.itemsize
+        self._on_host = bucket.shard_device != bucket.device
+        self._held: Held | None = None
+        self.dtensors = [object()] * len(bucket.params)
+        self.flat = None
+
+    @property
+    def is_free(self) -> bool:
+        return self._held is None
+
+    def referenced_outside(self, detached: Any = None, *, idle: bool = True) -> bool:
+        return False
+
+    def allocate(self) -> None:
+        if self._on_host:
+            self._world.account.host["gradients"] = (
+                self._world.account.host.get("gradients", 0) + self._nbytes
+                if self._held is None
+                else self._world.account.host["gradients"]
+            )
+            self._held = self._held or Held(self._world.account, "gradients", 0)
+        elif self._held is None:
+            self._held = Held(self._world.account, "gradients", self._nbytes)
+
+    def free(self) -> None:
+        # As `GradientStore.free`.
+        if self._nbytes < FREE_MIN_BYTES * len(self.dtensors):
+            return
+        if self._on_host and self._held is not None:
+            self._world.account.host["gradients"] -= self._nbytes
+        self._held = None
+
+
+class CountedBucket(Bucket):
+    """A bucket with byte counts in place of storages."""
+
+    replay: ReplayState
+    unit_name = ""
+
+    @property
+    @override
+    def is_meta(self) -> bool:
+        return False
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of a rank's sharded parameters."""
+        return self.layout.shard_numel * self.orig_dtype.itemsize
+
+    @override
+    def materialize(self, *, secondary_size: int | None = None, split: bool = False) -> None:
+        self.offload_buffer: Any = None
+        self.gathered = None
+        self.secondary = None
+        self._pieces: list[int] = []
+        self._starts: list[int] = []
+        self._held: list[Held | None] = []
+        self._offload_held: Held | None = None
+        if not self.aliases_shards:
+            layout, bounds = self._plan_gathered(secondary_size, split)
+            size = self.gather_dtype.itemsize
+            self._starts = bounds[:-1]
+            self._pieces = [(stop - start) * size for start, stop in pairwise(bounds)]
+            self._held = [None] * len(self._pieces)
+            self.offload_buffer = True if self.shard_device != self.device else None
+            self.plan: Any = CountedGather(self, self.layout, self.rank)
+            self.fills_own_slices = self.offload_buffer is not None
+            if layout is not None:
+                self.secondary = _Secondary(self, layout)  # type: ignore[assignment]
+        self.unsharded = list(enumerate(p.unsharded for p in self.params))  # type: ignore[misc]
+        self.unsharded_direct = [self.unsharded[i] for i in self.layout.direct]
+
+    @property
+    @override
+    def gathered_bytes(self) -> int:
+        return sum(self._pieces)
+
+    @override
+    def allocate(self) -> None:
+        for i, nbytes in enumerate(self._pieces):
+            if self._held[i] is None:
+                self._held[i] = Held(self.replay.account, "gathered parameters", nbytes)
+
+    @override
+    def free(self) -> None:
+        if not self.keeps_storage:
+            self._held = [None] * len(self._pieces)
+
+    @override
+    def free_pack(self) -> None:
+        if self._held and not self.keeps_storage:
+            self._held[-1] = None
+
+    @override
+    def fill_own_slices(self) -> None:
+        self._offload_held = Held(self.replay.account, "communication buffers", self.shard_bytes)
+        self.replay.copy("to device", self.shard_bytes, self.unit_name)
+
+    @override
+    def free_offload_buffer(self) -> None:
+        self._offload_held = None
+
+    @override
+    def note_references(self) -> None:
+        pass
+
+    @override
+    def can_free_early(self, i: int) -> bool:
+        return i in self.own_pieces
+
+    @override
+    def has_memory(self, i: int) -> bool:
+        return self._held[self._starts.index(self.layout.slots[i].full_offset)] is not None
+
+    @override
+    def free_early(self, i: int) -> None:
+        """Free one parameter's storage; no references to it remain."""
+        self._held[self._starts.index(self.layout.slots[i].full_offset)] = None
+
+    @override
+    def new_partial(self, dtype: torch.dtype) -> Any:
+        nbytes = self.layout.shard_numel * dtype.itemsize
+        self.replay.kernel(nbytes, dtype)  # of zeros
+        return Held(self.replay.account, "gradients", nbytes)
+
+    @override
+    def gradient_store(self, detached: Any) -> Any:
+        if self.grads is None:
+            self.grads = _GradientStore(self.replay, self)  # type: ignore[assignment]
+        self.grads.allocate()  # type: ignore[union-attr]
+        return self.grads
+
+
+class _Secondary:
+    """The larger shards that stay after forward with ``reshard_after_forward=int``."""
+
+    def __init__(self, bucket: CountedBucket, layout: BucketLayout) -> None:
+        self.layout = layout
+        self.plan = CountedGather(bucket, layout, bucket.rank % layout.num_shards)
+        self.nbytes = layout.shard_numel * bucket.gather_dtype.itemsize
+        self._bucket = bucket
+        self._held: Held | None = None
+
+    @property
+    def saved(self) -> bool:
+        return self._held is not None
+
+    def save(self) -> None:
+        self._held = Held(self._bucket.replay.account, "secondary shards", self.nbytes)
+
+    def free(self) -> None:
+        self._held = None
+
+
+class _Part:
+    """A contiguous part of the reduced gradients.
+
+    Args:
+        params: number of parameters whose gradients begin with it.
+        zero: counts the kernel that fills it with zeros.
+    """
+
+    def __init__(self, nbytes: int, unit: str, params: int, zero: Callable[[], None]) -> None:
+        self.nbytes = nbytes
+        self.unit = unit
+        self.params = params
+        self.zero_ = zero
+
+
+class CountedReduction(Reduction):
+    """A reduction that only counts memory and traffic."""
+
+    bucket: CountedBucket
+
+    @override
+    def _allocate_output(self) -> None:
+        self.outs = [SimpleNamespace(dtype=self.dtype)]  # type: ignore[list-item]
+        if not self.in_place:
+            nbytes = self.bucket.layout.shard_numel * self.dtype.itemsize
+            account = self.bucket.replay.account
+            self.flat = Held(account, "communication buffers", nbytes)  # type: ignore[assignment]
+
+    @override
+    def _copy_to_output(self) -> None:
+        self._allocate_output()
+
+    @override
+    def _ranges(self) -> list[Any]:
+        size, kernel = self.dtype.itemsize, self.bucket.replay.kernel
+        return [
+            _Part(
+                numel * size,
+                self.bucket.unit_name,
+                0 if i else len(self.plan.present),
+                partial(kernel, numel * size, self.dtype),
+            )
+            for i, (_, numel) in enumerate(self.plan.ranges)
+        ]
+
+    @override
+    def _parts(self) -> list[Any]:
+        if self.policy is None:
+            return self._ranges()
+        cut = cast(Any, self.replicate).cut(self.bucket, self.plan, None)
+        return cut or self._ranges()
+
+    @override
+    def _scale(self, by: float) -> None:
+        pass
+
+    @override
+    def _adopt(self) -> None:
+        dtype = self.bucket.grad_dtype
+        present = self.plan.present
+        dtensors: Any = {}
+        for i in present:
+            earlier: Any = self.bucket.params[i].sharded.grad
+            grad = cast(CountedGradient, self.grads[i]).to(dtype)
+            if earlier is None:
+                dtensors[i] = grad.attach()
+            else:
+                earlier.add_(grad)
+        self.dtensors = dtensors
+        self._fresh = dtensors.keys()
+
+    @override
+    def _add_to_partial(self) -> None:
+        self._add_to_shards(self.dtype)
+        self.bucket.partial_present.update(self.plan.present)
+
+    @override
+    def _take_partial(self) -> None:
+        bucket = self.bucket
+        if bucket.partial is None:
+            return
+        self._add_to_shards(self.dtype)
+        bucket.partial_present.difference_update(self.plan.present)
+        if not bucket.partial_present:
+            self._held, bucket.partial = bucket.partial, None
+
+    @override
+    def _call_tensor_hooks(self) -> None:
+        pass
+
+    def _add_to_shards(self, dtype: torch.dtype) -> None:
+        """The kernels that add what was reduced to other shards, of ``dtype``."""
+        numel = sum(part.nbytes for part in self._ranges()) // self.dtype.itemsize
+        self.bucket.replay.kernel(numel * (self.dtype.itemsize + 2 * dtype.itemsize), dtype)
+
+    @override
+    def _write_back(self) -> None:
+        bucket = self.bucket
+        if self.in_place:
+            self._fresh = self.covered
+            return
+        present = self.plan.present
+        self._fresh = {i for i in present if bucket.params[i].sharded.grad is None}
+        if bucket.shard_device != bucket.device:
+            bucket.replay.copy("to host", bucket.shard_bytes, bucket.unit_name)
+            if len(self._fresh) < len(present):  # the host adds, so it waits for the copy
+                bucket.replay.wait_on_host()
+        else:
+            self._add_to_shards(bucket.grad_dtype)
+
+
+# -- units ---------------------------------------------------------------------------------------
+
+
+class _Transports:
+    """The transports of a mesh."""
+
+    secondary_mesh = None
+    allocating = None
+
+    def __init__(
+        self,
+        replay: ReplayState,
+        mesh: DataParallelMesh,
+        device: torch.device,
+        policy: CommPolicy | None,
+    ) -> None:
+        self.mesh = mesh
+        self._policy = policy
+        self._world, self._device = replay, device
+        self.gather: Any = None
+        self.scatter: Any = None
+        self.replicate: Any = None
+        self.secondary_gather: Any = None
+        if mesh.num_shards > 1:
+            self.gather = self.scatter = self._transport(mesh.num_shards, str(mesh.shard_group))
+            if policy is not None:
+                node = hops_of(policy, mesh.num_shards)
+                self.gather = self.scatter = CountingPolicy(self.gather, policy, node=node)
+        if mesh.num_replicas > 1:
+            self.replicate = self._transport(mesh.num_replicas, str(mesh.replicate_group))
+            if policy is not None:
+                self.replicate = CountingPolicy(self.replicate, policy)
+
+    def _transport(self, size: int, group: str) -> Any:
+        return make_counting_transport(self._world, self._device, size, group)
+
+    def make_secondary(self, size: bool | int) -> int | None:
+        """Like `mesh_transports.MeshTransports.make_secondary`."""
+        num_shards = self.mesh.num_shards
+        if type(size) is not int or size >= num_shards or num_shards % size:
+            return None
+        self.secondary_gather = self._transport(size, "secondary")
+        if self._policy is not None and self._policy.secondary is not None:
+            policy = replace(self._policy, gather=self._policy.secondary)
+            self.secondary_gather = CountingPolicy(self.secondary_gather, policy)
+        return size
+
+
+class _NothingDeferred(DeferredReductions):
+    """Defers nothing, as there is no tensor parallelism."""
+
+    @override
+    def local_gradient(self, param: Any, grad: Any, *, may_wait: bool) -> Any:
+        return grad
+
+
+class CountedParamGroup(ParamGroup):
+    """Parameters, buckets and transports without tensors or process groups."""
+
+    bucket_type = CountedBucket
+    replay: ReplayState
+
+    def take(
+        self,
+        replay: ReplayState,
+        unit_name: str,
+        params: Sequence[ParamInfo],
+        replicate_below: int,
+        dims: Sequence[int | None],
+        granularities: Sequence[int],
+    ) -> None:
+        """Plan the buckets of these parameters, sharded on these dims in blocks of rows."""
+        self.replay = replay
+        made = [
+            CountedParam(info, self.mesh, replicate_below, dim, rows)
+            for info, dim, rows in zip(params, dims, granularities, strict=True)
+        ]
+        self.params = made  # type: ignore[assignment]
+        self.unsharded = [p.unsharded for p in made]  # type: ignore[misc]
+        self.make_buckets()
+        if isinstance(self._config.offload_policy, OffloadBeyond):  # as `ParamGroup.shard`
+            self._config.offload_policy = self._config.offload_policy.for_unit(self._stored_bytes())
+            self.make_buckets()
+        for bucket in self.buckets:
+            assert isinstance(bucket, CountedBucket)
+            bucket.replay, bucket.unit_name = replay, unit_name
+
+    @override
+    def num_hosts(self, group: Any) -> int:
+        """Of the ranks of the group with this name."""
+        return 1 if group is None else self.replay.topology.ring(group).num_nodes
+
+    @override
+    def take_freezing(self) -> bool:
+        """Nobody freezes anything here."""
+        return False
+
+    @override
+    def _make_transports(self) -> None:
+        policy = self._config.comm_options.policy
+        made = {b.mesh: _Transports(self.replay, b.mesh, self.device, policy) for b in self.buckets}
+        self.transports = [made[bucket.mesh] for bucket in self.buckets]  # type: ignore[misc]
+        self.gather_tags = self.reduce_tags = [0] * len(self.buckets)
+
+    @override
+    def _narrow_secondary(self, bucket: Bucket) -> None:
+        policy, secondary = self._config.comm_options.policy, bucket.secondary
+        if policy is not None and policy.secondary and policy.keeps(bucket.gather_dtype):
+            assert secondary is not None
+            row = gather_row(secondary.layout, policy.secondary, policy.block)
+            cast(_Secondary, secondary).nbytes = row.nbytes
+
+    @override
+    def gather_batch(self, plans: Sequence[Any]) -> Any:
+        return CountedGatherBatch(plans)
+
+    @override
+    def note_grad_dtypes(self) -> None:
+        pass
+
+    @override
+    def plan_registration(self) -> None:
+        pass
+
+    @override
+    def make_secondary(self) -> None:
+        pass
+
+
+class CountedUnitGrads(UnitGrads):
+    """Gradients as byte counts."""
+
+    reduction_type = CountedReduction
+
+    def __init__(self, param_group: ParamGroup, config: UnitConfig) -> None:
+        super().__init__(param_group, config)
+        self.deferred = _NothingDeferred()
+
+
+class CountedUnit(Unit):
+    """A unit of a model that is not sharded.
+
+    Attributes:
+        watching: whether no input of the current forward needs a gradient, so that backward of this
+            unit ends with its last gradient.
+        num_accumulated: number of gradients that this backward has completed.
+    """
+
+    param_group_type = CountedParamGroup
+    grads_type = CountedUnitGrads
+    param_group: CountedParamGroup
+
+    @override
+    def look_for_lost_writes(self) -> None:
+        """Nothing writes to parameters here."""
+
+    def __init__(
+        self,
+        replay: ReplayState,
+        name: str,
+        num_modules: int,
+        mesh: Any,
+        device: Any,
+        config: UnitConfig,
+    ) -> None:
+        super().__init__((_OTHER,) * num_modules, mesh, device, config)
+        self.replay = replay
+        self.name = name
+        self.registration: Any = SimpleNamespace(
+            registered="sharded",
+            register=self._show,
+            check=lambda follower: None,
+            check_is_due=False,
+            is_current=lambda: True,
+            given_by_others=list,
+            overrides=(),
+        )
+        self.watching = False
+        self.num_accumulated = 0
+
+    def _show(self, kind: str, *, for_forward: bool = True) -> None:
+        self.registration.registered = kind
+
+    def take(
+        self,
+        params: Sequence[ParamInfo],
+        replicate_below: int,
+        dims: Sequence[int | None],
+        granularities: Sequence[int],
+    ) -> None:
+        """Plan the buckets of these parameters, sharded on these dims in blocks of rows."""
+        self.param_group.take(self.replay, self.name, params, replicate_below, dims, granularities)
+        self.num_trained = sum(info.requires_grad for info in params)
+
+    @override
+    def _register_proxy(self, param: Any) -> None:
+        pass
+
+    def gradient(
+        self, param: CountedParam, nbytes: int, dtype: torch.dtype, block: Block | None = None
+    ) -> None:
+        """Count a gradient that autograd has completed, in memory of its own, or in ``block``."""
+        account = self.replay.account
+        own = param.unsharded
+        if own.grad is not None:
+            account.touch("unreduced gradients", nbytes, allocates=False)
+            account.free(block)
+            self.replay.kernel(nbytes + 2 * own.grad.nbytes, own.grad.dtype, self.name)
+            return
+        numel = prod(param.full_shape)
+        own.grad = CountedGradient(self.replay, nbytes, numel, dtype, block)

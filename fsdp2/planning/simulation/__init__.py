@@ -1,0 +1,1 @@
+"""The time of a replayed step on given hardware."""

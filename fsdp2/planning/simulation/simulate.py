@@ -1,0 +1,336 @@
+"""Simulates a training step on given hardware: the launches of a replay, with times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from ...common.garbage import one_collection
+from ...policy import CPUOffloadPolicy
+from ..estimating import placed_optimizer
+from ..hardware.hardware import HOST, Hardware
+from ..replay.device import Copy, Launch, Transfer
+from ..replay.pipeline import Action, Part, replay_rank
+from ..replay.replay import Replay, params_on_host, replay
+from ..replay.shards import Setup
+from ..trace.account import Peak
+from ..trace.events import Compute, StepTrace
+from ..trace.optimizers import OptimizerCost
+from ..trace.paged_state import PlacedOptimizer, sum_of_placed
+from .costs import Cost, compute_s, copy_cost, stragglers_s, transfer_cost
+from .optimizer_times import optimizer_s
+from .schedule import Span, Task, schedule
+
+STREAMS = (
+    *("compute", "all-gather", "reduce-scatter", "all-reduce", "all-to-all"),
+    *("tensor parallel", "context parallel"),
+)
+_GROUPS = (
+    *("shard", "secondary", "replicate", "all", "within", "across"),
+    *("experts", "expert shard", "tensor", "context"),
+)
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """The predicted training step.
+
+    Attributes:
+        seconds: time of forward, backward and optimizer.
+        compute_s: time of the model's kernels, beside collectives.
+        contention_s: the part of it that they lose to collectives.
+        stragglers_s: how long the mean rank waits for the slowest; part of ``exposed_s``.
+        host_s: how long the host takes to launch it all. If that is more than ``compute_s``, it is
+            the host that ``exposed_s`` waits for.
+        optimizer_s: time of the optimizer.
+        stream_s: how long each stream is busy; where the host does everything in order, how long
+            it is busy with what GPUs have on that stream.
+        exposed_s: how long compute waits for communication.
+        bubble_s: how long a rank of a pipeline waits for other stages; part of ``exposed_s``.
+        peak: the memory peak of live tensors.
+        reserved: bytes that the allocator holds for them.
+        libraries: bytes that CUDA, cuBLAS and NCCL hold besides.
+        flops: FLOPs of the kernels, including recomputation.
+        launches, spans: what runs when, for pictures.
+        samples: (number of launches so far, bytes by category) at every change.
+        host_bytes: what is offloaded, by category.
+    """
+
+    seconds: float
+    compute_s: float
+    contention_s: float
+    stragglers_s: float
+    host_s: float
+    optimizer_s: float
+    stream_s: dict[str, float]
+    exposed_s: float
+    peak: Peak
+    reserved: int
+    libraries: int
+    flops: int
+    launches: Sequence[Launch]
+    spans: Sequence[Span]
+    samples: list[tuple[int, dict[str, int]]]
+    host_bytes: dict[str, int] = field(default_factory=dict)
+    bubble_s: float = 0.0
+
+    @property
+    def needed_bytes(self) -> int:
+        """Memory that a GPU needs to run it."""
+        return self.reserved + self.libraries
+
+    @property
+    def num_events(self) -> int:
+        """Number of launches; does not depend on the number of ranks."""
+        return len(self.launches)
+
+
+class StagesReplay(NamedTuple):
+    """The replay of a step, or of a rank of a pipeline, which hardware gives times.
+
+    Attributes:
+        starts, ends: after how many launches each action of the pipeline starts and ends.
+        optimizer: of all its stages.
+        flops: of a step.
+    """
+
+    replay: Replay
+    starts: list[int]
+    ends: list[int]
+    optimizer: PlacedOptimizer
+    flops: int
+
+
+class Simulator:
+    """Simulates traced steps on one kind of hardware; caches the cost of kernels.
+
+    Args:
+        optimizer: as in `estimate`.
+    """
+
+    def __init__(self, hardware: Hardware, optimizer: object = "adamw") -> None:
+        self.hardware = hardware
+        self.optimizer = optimizer
+        self._compute_s: dict[int, tuple[Compute, float]] = {}
+        self._optimizer: dict[object, PlacedOptimizer] = {}
+        self._of_shards: dict[object, OptimizerCost] = {}
+
+    def on(self, hardware: Hardware) -> Simulator:
+        """The same on other hardware; what an optimizer does is known there, too."""
+        made = Simulator(hardware, self.optimizer)
+        made._optimizer, made._of_shards = self._optimizer, self._of_shards
+        return made
+
+    def run(
+        self,
+        trace: StepTrace,
+        setup: Setup,
+        *,
+        speed: float = 1.0,
+        keep_samples: bool = False,
+    ) -> SimulatedStep:
+        """Simulate one step of ``trace``, sharded as in ``setup``, on rank 0, the fullest rank.
+
+        Args:
+            speed: of the rank's kernels, as in `Hardware.speeds`; links have theirs.
+        """
+        with one_collection():
+            made = self.replay_step(trace, setup, keep_samples=keep_samples)
+            return self.time_stages(made, speed=speed)
+
+    def replay_step(
+        self, trace: StepTrace, setup: Setup, *, keep_samples: bool = False
+    ) -> StagesReplay:
+        """What `run` gives times."""
+        with one_collection():
+            setup = self._on_hardware(setup)
+            cost = self._cost_of_optimizer(trace, setup)
+            made = replay(trace, setup, optimizer=cost, **self._replay_options(keep_samples))
+            return StagesReplay(made, [], [], cost, trace.flops * setup.micro_batches)
+
+    def replay_stages(
+        self,
+        parts: Sequence[Part],
+        actions: Sequence[Action],
+        *,
+        sends_late: bool = False,
+        holds_sent: bool = True,
+        keep_samples: bool = False,
+    ) -> StagesReplay:
+        """What one rank of a pipeline does, as if it never waited for other ranks, without times.
+
+        Args:
+            sends_late, holds_sent: as in `replay_rank`.
+        """
+        with one_collection():
+            parts = [part._replace(setup=self._on_hardware(part.setup)) for part in parts]
+            costs = [self._cost_of_optimizer(part.trace, part.setup) for part in parts]
+            cost = sum_of_placed(costs)
+            made, starts, ends = replay_rank(
+                parts,
+                actions,
+                optimizer=cost,
+                sends_late=sends_late,
+                holds_sent=holds_sent,
+                **self._replay_options(keep_samples),
+            )
+            flops = sum(part.trace.flops * part.setup.micro_batches for part in parts)
+            return StagesReplay(made, starts, ends, cost, flops)
+
+    def time_stages(self, made: StagesReplay, *, speed: float = 1.0) -> SimulatedStep:
+        """The same with the times of this hardware."""
+        with one_collection():
+            return self._timed(made.replay, made.optimizer, speed, made.flops)
+
+    def send_s(self, nbytes: int, setup: Setup) -> float:
+        """The time in which a stage sends ``nbytes`` to the next."""
+        ring = self._on_hardware(setup).topology.ring("pipeline")
+        work = Transfer("send", "pipeline", nbytes, nbytes, 1, "")
+        return transfer_cost(work, ring, self.hardware).total_s
+
+    def _on_hardware(self, setup: Setup) -> Setup:
+        hardware = self.hardware
+        kind = hardware.device_type if hardware.host_ordered else setup.device_type
+        return replace(setup, device_type=kind, ranks_per_node=hardware.ranks_per_node)
+
+    def _replay_options(self, keep_samples: bool) -> dict[str, bool]:
+        return {
+            "keep_samples": keep_samples,
+            "reserves": self.hardware.caches_memory,
+            "in_order": self.hardware.host_ordered,
+        }
+
+    def _timed(
+        self, made: Replay, cost: PlacedOptimizer, speed: float, flops: int
+    ) -> SimulatedStep:
+        costs = self._costs(made, speed)
+        host = self._host_costs(made)
+        spans = schedule(_tasks(made, costs, host))[len(host) :]
+        kernels_s = sum(
+            each.fixed_s
+            for each, launch in zip(costs, made.launches, strict=True)
+            if launch.lane == "compute"
+        )
+        host_s = sum(each.fixed_s for each in host)
+        return self._summary(flops, made, spans, cost, (speed, kernels_s, host_s))
+
+    def _host_costs(self, made: Replay) -> list[Cost]:
+        """The time of the host for each launch; none if it takes none."""
+        hardware = self.hardware
+        if hardware.host_ordered or (not hardware.launch_s and not hardware.call_host_s):
+            return []
+        factor = hardware.step_factor(HOST)
+        return [
+            Cost(
+                factor * hardware.launch_s * len(launch.work.operations)
+                if isinstance(launch.work, Compute)
+                else factor * hardware.call_host_s
+            )
+            for launch in made.launches
+        ]
+
+    def _costs(self, made: Replay, speed: float) -> list[Cost]:
+        setup = made.setup
+        topology = replace(setup.topology, ranks_per_node=self.hardware.ranks_per_node)
+        secondary = [
+            b.secondary.layout.num_shards for u in made.units for b in u.buckets if b.secondary
+        ]
+        rings = {group: topology.ring(group, secondary[0] if secondary else 1) for group in _GROUPS}
+        costs = []
+        slowed_by = self.hardware.taken_by_collectives
+        for launch in made.launches:
+            work = launch.work
+            if isinstance(work, Compute):
+                cost = Cost(self._seconds(work) / speed, slowed_by=slowed_by)
+            elif isinstance(work, Transfer):
+                cost = transfer_cost(work, rings[work.group], self.hardware)
+                if self.hardware.host_ordered:
+                    left = 1 - self.hardware.overlap
+                    cost = replace(cost, shared_s=left * cost.shared_s)
+            else:
+                assert isinstance(work, Copy)
+                cost = copy_cost(work, self.hardware)
+            costs.append(cost)
+        return costs
+
+    def _seconds(self, compute: Compute) -> float:
+        known = self._compute_s.get(id(compute))
+        if known is None:  # keep the object, so that its id is not reused
+            seconds = compute_s(compute, self.hardware)
+            if self.hardware.host_ordered:  # nothing hides the time of the host
+                factor = self.hardware.step_factor(HOST)
+                seconds += factor * self.hardware.launch_s * len(compute.operations)
+                seconds += factor * self.hardware.recompute_s * compute.num_recomputed
+            known = self._compute_s[id(compute)] = (compute, seconds)
+        return known[1]
+
+    def _cost_of_optimizer(self, trace: StepTrace, setup: Setup) -> PlacedOptimizer:
+        key = (
+            (id(trace.params[0]), len(trace.params)),
+            (setup.num_shards, setup.num_expert_shards),
+            isinstance(setup.offload_policy, CPUOffloadPolicy) and params_on_host(trace, setup),
+        )
+        if key not in self._optimizer:
+            self._optimizer[key] = placed_optimizer(trace, setup, self.optimizer, self._of_shards)
+        return self._optimizer[key]
+
+    def _summary(
+        self,
+        flops: int,
+        made: Replay,
+        spans: list[Span],
+        cost: PlacedOptimizer,
+        facts: tuple[float, float, float],
+    ) -> SimulatedStep:
+        hardware = self.hardware
+        speed, kernels_s, host_s = facts
+        stream_s: dict[str, float] = {}
+        for launch, span in zip(made.launches, spans, strict=True):
+            busy = span.end - span.begin
+            stream_s[launch.lane] = stream_s.get(launch.lane, 0.0) + busy
+        step_s = optimizer_s(cost, hardware, speed)
+        end = max((span.end for span in spans), default=0.0)
+        compute = stream_s.get("compute", 0.0)
+        reserved = made.account.reserved
+        setup = made.setup
+        num_ranks = setup.num_ranks * setup.tensor_ranks * setup.pipeline_ranks
+        waiting_s = stragglers_s(kernels_s, num_ranks, hardware)
+        groups = {transfer.group for transfer in made.transfers}
+        if setup.pipeline_ranks > 1:
+            groups.add("pipeline")  # what stages send is in no replay of one rank
+        return SimulatedStep(
+            seconds=end + waiting_s + step_s,
+            compute_s=compute,
+            contention_s=max(0.0, compute - kernels_s),
+            stragglers_s=waiting_s,
+            host_s=host_s,
+            optimizer_s=step_s,
+            stream_s=stream_s,
+            exposed_s=end - compute + waiting_s,
+            peak=made.account.peak,
+            reserved=made.account.peak.total if reserved is None else reserved,
+            libraries=hardware.library_bytes(len(groups)),
+            flops=flops,
+            launches=made.launches,
+            spans=spans,
+            samples=made.account.samples or [],
+            host_bytes={name: n for name, n in made.account.host.items() if n},
+        )
+
+
+def _tasks(made: Replay, costs: Sequence[Cost], host: Sequence[Cost]) -> list[Task]:
+    """What runs on the host (``host``: all, or nothing), and after it what runs on the streams.
+
+    A kernel begins when the host has launched what comes before it, the first of several when the
+    host begins with them; a collective when the host has called it.
+    """
+    tasks = [Task("host", cost) for cost in host]
+    first = len(tasks)
+    for i, (launch, cost) in enumerate(zip(made.launches, costs, strict=True)):
+        after = tuple(first + other for other in launch.after)
+        if host:
+            launched = i - 1 if isinstance(launch.work, Compute) else i
+            after += (launched,) if launched >= 0 else ()
+        tasks.append(Task(launch.stream, cost, after))
+    return tasks

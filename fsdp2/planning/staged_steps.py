@@ -1,0 +1,301 @@
+"""The stages of a pipeline, made of a copy of the model, and their traced steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..wrap import UnitDescription, as_policy, units_of
+from .candidates import Degrees
+from .estimating import default_checkpoint_modules
+from .tensor_parallel import Parallelize, on_meta
+from .trace.events import Exchange, StepTrace
+from .trace.expert_units import experts_of
+from .trace.stage import Shape, Stage
+from .trace.trace_options import TraceOptions
+from .traces import ALONE, WHOLE, Size, TracedSteps
+
+SplitStages = Callable[[Any, int], Sequence[nn.Module]]
+
+
+class TracedStage(NamedTuple):
+    """The step of a stage with one micro-batch, and its units.
+
+    Attributes:
+        split: the step with gradients of inputs first; None: it was not asked for.
+        expert_units: those of ``units`` that `shard_experts` makes, as their modules.
+    """
+
+    trace: StepTrace
+    units: tuple[UnitDescription, ...]
+    split: StepTrace | None = None
+    expert_units: frozenset[tuple[str, ...]] = frozenset()
+
+
+class StagedSteps:
+    """Traces the stages of a model when they are first asked for; arguments as of `TracedSteps`.
+
+    Each stage gets what the one before it returns. Stages that are alike are traced once.
+
+    Args:
+        split_stages: makes the stages: a function of a copy of the model and their number.
+        wrap: as in `shard_model`, for each stage; None: its blocks, and the whole stage, by the
+            labels that `wraps_of` has for these.
+        experts: which modules `shard_experts` gets, named as in ``wrap``, in the model and in its
+            stages; a stage may have none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sample_input: Any,
+        options: TraceOptions,
+        *,
+        split_stages: SplitStages,
+        wrap: Any,
+        experts: Any = None,
+        checkpoint_modules: Sequence[str] | None = None,
+        parallelize: Parallelize | None = None,
+        unknown_costs: str = "error",
+    ) -> None:
+        self._model = model
+        self._split = split_stages
+        self._wrap = wrap
+        self._experts = experts
+        self._checkpoint_modules = checkpoint_modules
+        self._blocks = block_types(model)
+        self._sample_input = sample_input
+        self._options = options
+        self._parallelize = parallelize
+        self._unknown_costs = unknown_costs
+        self._made: dict[int, list[TracedSteps]] = {}
+        self._names: dict[int, tuple[str, ...]] = {}  # of the blocks of a stage
+
+    @property
+    def num_traced(self) -> int:
+        steps = {id(each): each for stages in self._made.values() for each in stages}
+        return sum(each.num_traced for each in steps.values())
+
+    def get(
+        self,
+        num_stages: int,
+        mode: str,
+        size: Size = WHOLE,
+        degrees: Degrees = ALONE,
+        compiled: bool = False,
+        wrap: str | None = None,
+        splits_backward: bool = False,
+    ) -> list[TracedStage]:
+        """The steps of all stages; see `TracedSteps.get`.
+
+        Args:
+            wrap: a label of units, if there are several choices.
+            splits_backward: whether to trace backwards that are split, too.
+
+        Raises:
+            ValueError: if ``split_stages`` returns something else than that many stages, or stages
+                whose parameters, or experts, are not those of the model; for context ranks, if no
+                stage has attention.
+        """
+        stages = self._made.get(num_stages)
+        if stages is None:
+            stages = self._made[num_stages] = self._make(num_stages)
+        received: tuple[Shape, ...] = ()
+        made = []
+        for i, steps in enumerate(stages):
+            stage = Stage(i == 0, i == num_stages - 1)
+            names = self._names[id(steps)] if compiled else False
+            own = degrees if steps.experts else degrees._replace(experts=1)
+            trace = steps.get(mode, size, own, names, stage, received)
+            split = None
+            if splits_backward:
+                apart = stage._replace(splits_backward=True)
+                split = steps.get(mode, size, own, names, apart, received)
+            made.append(TracedStage(trace, steps.units_of(wrap), split, steps.expert_units))
+            received = trace.outputs
+        if degrees.context > 1 and not any(_attends(stage.trace) for stage in made):
+            raise ValueError(
+                f"context_ranks={degrees.context}: no stage of the pipeline calls attention that "
+                "torch's context_parallel splits: predict with context_ranks=1"
+            )
+        return made
+
+    def _make(self, num_stages: int) -> list[TracedSteps]:
+        copied = on_meta(self._model)
+        params = dict(copied.named_parameters())  # before stages may take modules out of it
+        experts = _params_of(copied, experts_of(copied, self._experts))
+        found = self._split(copied, num_stages)
+        stages = list(found) if isinstance(found, list | tuple | nn.ModuleList) else []
+        if len(stages) != num_stages or not all(isinstance(s, nn.Module) for s in stages):
+            raise ValueError(
+                f"split_stages must return {num_stages} modules, one for each stage in order, got "
+                f"{type(found).__name__} of {len(stages)}"
+            )
+        numel = sum(sum(p.numel() for p in each.parameters()) for each in stages)
+        expected = sum(p.numel() for p in params.values())
+        if numel != expected:
+            raise ValueError(
+                f"The stages have {numel:,} elements of parameters, the model {expected:,}: "
+                "split_stages must put each parameter into one stage (not one that is tied into "
+                "two)"
+            )
+        self._check_experts(params, experts, stages)
+        for each in _elements(self._wrap):
+            if not any(_is_in(stage, each) for stage in stages):
+                raise ValueError(
+                    f"wrap={each!r} is no module of any stage: they have names of their own"
+                )
+        made: dict[Any, TracedSteps] = {}
+        steps = []
+        for i, stage in enumerate(stages):
+            alike = (i == 0, i == num_stages - 1, _signature(stage))
+            if alike not in made:
+                made[alike] = self._steps_of(stage)
+            steps.append(made[alike])
+        return steps
+
+    def _check_experts(
+        self, params: Mapping[str, Any], experts: Mapping[str, Any], stages: Sequence[nn.Module]
+    ) -> None:
+        """Check that stages have the model's ``experts``, of all its ``params``, and no others.
+
+        Stages may be made of copies of modules, so that only numbers of elements can be compared.
+        """
+        found = [p for s in stages for p in _params_of(s, self._experts_of(s)).values()]
+        numel, expected = (sum(p.numel() for p in ps) for ps in (found, experts.values()))
+        here, meant = {id(p) for p in found}, {id(p) for p in experts.values()}
+        others = [name for name, p in params.items() if id(p) in here - meant]
+        if numel == expected and not others:
+            return
+        missing = [name for name, p in experts.items() if id(p) not in here]
+        told = f", without '{missing[0]}'" if missing else ""
+        told += f", with '{others[0]}'" if others else ""
+        raise ValueError(
+            f"The experts of all stages have {numel:,} elements of parameters, those of the model "
+            f"{expected:,}{told}: experts= must name the same modules in the stages, which have "
+            "names of their own. A class does, or a pattern"
+        )
+
+    def _experts_of(self, stage: nn.Module) -> list[str]:
+        """The names of the modules of experts of a stage."""
+        named = [each for each in _elements(self._experts) if _names_of(stage, each)]
+        return experts_of(stage, named or None)
+
+    def _steps_of(self, stage: nn.Module) -> TracedSteps:
+        made = TracedSteps(
+            stage,
+            self._sample_input,
+            self._options,
+            wrap=self._wraps_of(stage),
+            experts=self._experts_of(stage) or None,
+            checkpoint_modules=self._recomputed(stage),
+            parallelize=self._parallelize,
+            unknown_costs=self._unknown_costs,
+        )
+        self._names[id(made)] = tuple(blocks_in(stage, self._blocks))
+        return made
+
+    def _wraps_of(self, stage: nn.Module) -> Any:
+        if self._wrap is None:
+            return {"blocks": wrap_of_stage(stage, "auto", self._blocks), "one": "root"}
+        return wrap_of_stage(stage, self._wrap, self._blocks)
+
+    def _recomputed(self, stage: nn.Module) -> list[str]:
+        if self._checkpoint_modules is None:
+            return blocks_in(stage, self._blocks)
+        named = dict(stage.named_modules())
+        return [name for name in self._checkpoint_modules if name in named]
+
+
+def _attends(trace: StepTrace) -> bool:
+    """Whether it has attention over parts of sequences."""
+    return any(isinstance(each, Exchange) and each.group == "context" for each in trace.events)
+
+
+def block_types(model: nn.Module) -> tuple[type, ...]:
+    """The classes of the blocks of a whole model, of which a stage may have one."""
+    blocks = default_checkpoint_modules(model, units_of(model, "auto"))
+    return tuple({type(model.get_submodule(name)) for name in blocks})
+
+
+def blocks_in(stage: nn.Module, types: tuple[type, ...]) -> list[str]:
+    """The names of the blocks of a stage."""
+    named = stage.named_modules()
+    return [name for name, module in named if name and isinstance(module, types)]
+
+
+def wrap_of_stage(stage: nn.Module, wrap: Any, types: tuple[type, ...]) -> Any:
+    """What ``wrap`` means there: "auto" finds blocks where there are several, a stage may have one;
+    classes and names that another stage has are left out."""
+    if wrap != "auto":
+        elements = _elements(wrap)
+        return [each for each in elements if _is_in(stage, each)] if elements else wrap
+    inside = [m for m in stage.modules() if m is not stage and isinstance(m, types)]
+    if not inside:
+        return "auto"
+    names = {name for unit in units_of(stage, "auto") for name in unit.modules}
+    units = {id(stage.get_submodule(name)) for name in names if name}
+    return "auto" if id(inside[0]) in units else list(dict.fromkeys(map(type, inside)))
+
+
+def _elements(wrap: Any) -> list[Any]:
+    """The parts of a ``wrap`` argument that name modules each for themselves; none of "root" and
+    sizes, which say the same of every stage."""
+    if wrap in (None, "root", "none") or (isinstance(wrap, str) and wrap.startswith("size:")):
+        return []
+    if isinstance(wrap, str) and wrap.startswith("class:"):
+        return [f"class:{name.strip()}" for name in wrap[6:].split(",")]
+    return [*wrap] if isinstance(wrap, list | tuple) else [wrap]
+
+
+def _names_of(stage: nn.Module, element: Any) -> list[Any]:
+    """What ``element`` names there."""
+    try:
+        return [*as_policy(element)(stage)]
+    except ValueError:  # no such module
+        return []
+
+
+def _params_of(model: nn.Module, modules: Sequence[str]) -> dict[str, nn.Parameter]:
+    """The parameters of these modules by their names in the model."""
+    return {
+        f"{name}.{inner}": param
+        for name in modules
+        for inner, param in model.get_submodule(name).named_parameters()
+    }
+
+
+def _is_in(stage: nn.Module, element: Any) -> bool:
+    try:
+        units_of(stage, [element])
+    except ValueError:  # no such module
+        return False
+    return True
+
+
+def _signature(stage: nn.Module) -> Any:
+    """Equal for stages whose steps are the same: classes, attributes and tensors of all modules."""
+    return tuple(
+        (
+            name,
+            type(module),
+            module.training,
+            tuple(sorted((k, v) for k, v in vars(module).items() if type(v) in _PLAIN)),
+            tuple(_tensor(k, t) for k, t in module._parameters.items()),
+            tuple(_tensor(k, t) for k, t in module._buffers.items()),
+            tuple((k, id(v)) for k, v in vars(module).items() if callable(v)),
+        )
+        for name, module in stage.named_modules()
+    )
+
+
+_PLAIN = (bool, int, float, str)
+
+
+def _tensor(name: str, tensor: torch.Tensor | None) -> Any:
+    if tensor is None:
+        return name
+    return name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad

@@ -1,0 +1,170 @@
+"""`offload_activations` in a trace: what leaves and comes back is decided as in a run.
+
+The policy follows from sizes and from the order of a step, and both are those of the run: the very
+code of `fsdp2.offload` decides here, too. Only the copies are replaced, by events of the trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from typing_extensions import override
+
+from ...offload.activations import offload_activations
+from ...offload.host_memory import HostMemory
+from ...offload.saved_memory import Entry, SavedMemory
+from .events import CopyEnd, HostCopy
+from .meter import StorageMeter
+
+Record = Callable[[HostCopy | CopyEnd], None]
+
+
+class CountedOffload(offload_activations):
+    """The context for the forward of a trace.
+
+    Args:
+        model: with the stand-ins of its parameters.
+        max_device_bytes: as in `offload_activations`.
+        meter: does not see what lies in host memory.
+        record: called with each copy, and where compute waits for one.
+    """
+
+    _plain = FakeTensor
+
+    def __init__(
+        self, model: nn.Module, max_device_bytes: int, meter: StorageMeter, record: Record
+    ) -> None:
+        super().__init__(model, max_device_bytes=max_device_bytes)
+        self._meter, self._record = meter, record
+
+    @override
+    def _memory_of(self, device: torch.device) -> SavedMemory:
+        # Fake tensors are on the CPU, whichever device they stand for.
+        memory = self._memories.get(device)
+        if memory is None:
+            memory = CountedMemory(device, self._limit, self._meter, self._record)
+            self._memories[device] = memory
+        return memory
+
+
+class CountedMemory(SavedMemory):
+    """Saved memory whose copies are events."""
+
+    def __init__(
+        self, device: torch.device, limit: int, meter: StorageMeter, record: Record
+    ) -> None:
+        copies: Any = _Copies(record)
+        super().__init__(device, limit, False, copies)
+        self._host = _HostBytes(meter)
+        self._meter, self._record, self._num_copies = meter, record, 0
+
+    @override
+    def save(
+        self,
+        storage: torch.UntypedStorage,
+        start: int,
+        nbytes: int,
+        key: Hashable,
+        named: torch.Tensor,
+    ) -> tuple[Entry, int]:
+        memory: Any = self._bytes_of(named)
+        return super().save(memory, start, nbytes, key, named)
+
+    @override
+    def _weakly(self, storage: Any, named: torch.Tensor) -> tuple[object, ...]:
+        # Not to the storage: that keeps its Python object, by whose end the meter knows that it was
+        # freed. The tensor is enough, as no trace has two of one storage with versions of their
+        # own that outlive each other.
+        return (torch._C._WeakTensorRef(named),)  # type: ignore[attr-defined]
+
+    def _bytes_of(self, named: torch.Tensor) -> torch.Tensor:
+        """All of its storage."""
+        # As a tensor: fake mode keeps what `Tensor.set_` gets for good.
+        with self._meter.paused():
+            flat = named.detach().as_strided(
+                (named.untyped_storage().nbytes() // named.itemsize,), (1,), 0
+            )
+            return flat.view(torch.uint8)
+
+    @override
+    def view(
+        self,
+        storage: Any,
+        start: int,
+        dtype: torch.dtype,
+        shape: torch.Size,
+        strides: tuple[int, ...],
+    ) -> torch.Tensor:
+        with self._meter.paused():
+            whole = storage[start:]
+            rest = whole.numel() % dtype.itemsize
+            return whole[: whole.numel() - rest].view(dtype).as_strided(shape, strides, 0)
+
+    @override
+    def _copy_to(self, blocks: list[torch.Tensor], entry: Entry) -> None:
+        self._copy("to host", entry)
+
+    @override
+    def _copy_from(self, blocks: list[torch.Tensor], target: torch.Tensor, entry: Entry) -> Any:
+        self._copy("to device", entry)
+        return target
+
+    def _copy(self, kind: str, entry: Entry) -> None:
+        entry.copied = self._num_copies
+        self._num_copies += 1
+        self._record(HostCopy(entry.copied, kind, entry.nbytes))
+
+
+class _Copies:
+    """What `SavedMemory` uses of a `CopyStream`, where compute is one stream."""
+
+    def __init__(self, record: Record) -> None:
+        self.compute = _Compute(record)
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def on(self, stream: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class _Compute:
+    """Its stream."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+
+    def wait_event(self, number: int) -> None:
+        self._record(CopyEnd(number))
+
+
+class _HostBytes(HostMemory):
+    """Blocks that have sizes only."""
+
+    def __init__(self, meter: StorageMeter) -> None:
+        super().__init__(pin=False)
+        self._meter = meter
+
+    @override
+    def _allocate(self, size: int) -> torch.Tensor:
+        self.reserved_bytes += size
+        with self._meter.paused():  # which counts the memory of the device
+            return torch.empty(size, dtype=torch.uint8, device="meta")
+
+
+@contextmanager
+def counted_offload(
+    model: nn.Module, max_device_bytes: int | None, meter: StorageMeter, record: Record
+) -> Iterator[CountedOffload | None]:
+    """Context for the forward of ``model``; does nothing where ``max_device_bytes`` is None."""
+    if max_device_bytes is None:
+        yield None
+        return
+    offload = CountedOffload(model, max_device_bytes, meter, record)
+    with offload:
+        yield offload

@@ -1,0 +1,45 @@
+"""Operators without a cost: they are listed, and too many of them are an error.
+
+A step that skips the arithmetic of its experts looks fast, and a plan made of it is wrong without
+a sign. What an operator without a formula computes cannot be known; what it reads and writes can,
+so that is what decides whether it matters.
+"""
+
+from __future__ import annotations
+
+from ...render.text import plural, show_bytes
+from .events import StepTrace
+
+# Part of the bytes of a step.
+TOLERATED = 0.01
+CHOICES = ("error", "list")
+
+
+def check_choice(unknown_costs: object) -> None:
+    """Raise a ValueError unless it is one of `CHOICES`."""
+    if unknown_costs not in CHOICES:
+        raise ValueError(f"unknown_costs must be one of {CHOICES}, got {unknown_costs!r}")
+
+
+def without_cost(trace: StepTrace, unknown_costs: str = "error") -> list[str]:
+    """One line for each operator of ``trace`` without a cost, those with the most bytes first.
+
+    Raises:
+        ValueError: with ``unknown_costs="error"``, if they are more than 1 % of the step's bytes.
+    """
+    named = sorted(trace.uncosted.items(), key=lambda item: -item[1].nbytes)
+    lines = [
+        f"Without a cost: {name}, {plural(each.calls, 'call')}, {show_bytes(each.nbytes)}"
+        for name, each in named
+    ]
+    share = sum(each.nbytes for _, each in named) / max(1, trace.nbytes)
+    if unknown_costs == "error" and share > TOLERATED:
+        listed = "\n  ".join(lines)
+        raise ValueError(
+            f"Operators of unknown cost read and write {100 * share:.1f} % of the bytes of a step, "
+            f"so its FLOPs and its time would be wrong:\n  {listed}\n"
+            f"Say what they cost, fsdp2.register_cost('{named[0][0]}', flops=...), also with 0 "
+            "FLOPs if they only move bytes; or go on with unknown_costs='list', which counts "
+            "their bytes and no FLOPs"
+        )
+    return lines
