@@ -11,17 +11,14 @@ Traces, and so the numbers, are those of one version of torch.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import time
 from pathlib import Path
-from typing import Any
 
-import torch
-
+from kept_hashes import KeptHashes, hash_of_text
 from plan_cases import CASES
 
-FILE = Path(__file__).with_name("plan_hashes.json")
+KEPT = KeptHashes(Path(__file__).with_name("plan_hashes.json"))
 
 
 def hashes_of(name: str) -> dict[str, str]:
@@ -31,20 +28,7 @@ def hashes_of(name: str) -> dict[str, str]:
     except (ValueError, RuntimeError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
     numbers = json.dumps(made.to_dict(), sort_keys=True, default=str)
-    return {"numbers": _hash(numbers), "text": _hash(str(made))}
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def known() -> dict[str, Any]:
-    """Hashes by name, as they were recorded; and ``"torch"``, the version that they are of."""
-    return json.loads(FILE.read_text())
-
-
-def torch_version() -> str:
-    return torch.__version__.split("+")[0]
+    return {"numbers": hash_of_text(numbers), "text": hash_of_text(str(made))}
 
 
 def main() -> None:
@@ -59,14 +43,10 @@ def main() -> None:
         if options.times:
             print(f"{time.perf_counter() - start:6.2f} s  {name}: {', '.join(found[name])}")
     if options.write:
-        FILE.write_text(json.dumps({"torch": torch_version()} | found, indent=1) + "\n")
+        KEPT.write(found)
         print(f"{len(found)} cases written")
-        return
-    before = known()
-    differs = [name for name in CASES if found[name] != before.get(name)]
-    print(f"{len(CASES) - len(differs)} of {len(CASES)} cases are unchanged")
-    if differs:
-        raise SystemExit("differ: " + "; ".join(differs))
+    else:
+        KEPT.compare(found, "cases")
 
 
 if __name__ == "__main__":

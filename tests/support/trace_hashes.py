@@ -16,8 +16,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import hashlib
-import json
 import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -26,9 +24,10 @@ from unittest import mock
 
 import torch
 
+from kept_hashes import KeptHashes, hash_of_text
 from stream_schedules import _SHAPES, Layer, Plan, plan_of, traced
 
-FILE = Path(__file__).with_name("trace_hashes.json")
+KEPT = KeptHashes(Path(__file__).with_name("trace_hashes.json"))
 # Plans by kind, each from a seed, and how many of them are kept.
 KINDS: dict[str, tuple[int, Callable[[int], Plan]]] = {
     "device": (100, plan_of),
@@ -72,12 +71,7 @@ def hash_of(plan: Plan) -> str:
             lines = "\n".join(map(repr, recorder.events))
     finally:
         gc.enable()
-    return hashlib.sha256(lines.encode()).hexdigest()[:16]
-
-
-def known() -> dict[str, str]:
-    """Hashes by name, as they were recorded; and ``"torch"``, the version that they are of."""
-    return json.loads(FILE.read_text())
+    return hash_of_text(lines)
 
 
 def _hashed(chosen: list[str]) -> dict[str, str]:
@@ -91,20 +85,16 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="keep what is found")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
-    before = {} if options.write else known()
+    before = {} if options.write else KEPT.read()
     chosen = [name for name in names() if options.write or name in before]
     found = hash_all(chosen, options.processes)
     if options.write:
         again = hash_all(chosen, options.processes)
         kept = {name: value for name, value in found.items() if again[name] == value}
-        torch_version = {"torch": torch.__version__.split("+")[0]}
-        FILE.write_text(json.dumps(torch_version | kept, indent=0) + "\n")
+        KEPT.write(kept)
         print(f"{len(kept)} of {len(chosen)} traces written: the others depend on addresses")
         return
-    differs = [name for name in chosen if found[name] != before[name]]
-    print(f"{len(chosen) - len(differs)} of {len(chosen)} traces are unchanged")
-    if differs:
-        raise SystemExit("differ: " + ", ".join(differs))
+    KEPT.compare(found, "traces")
 
 
 def hash_all(chosen: list[str], processes: int) -> dict[str, str]:

@@ -12,7 +12,6 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch
 
 import trace_hashes
 from fsdp2.comm.streams import DeviceStreams
@@ -234,7 +233,7 @@ def test_what_was_found_stays_fixed(name: str) -> None:
 
 
 @pytest.mark.skipif(
-    torch.__version__.split("+")[0] != trace_hashes.known()["torch"],
+    trace_hashes.KEPT.are_of_another_torch(),
     reason="traces have the operators of one version of torch",
 )
 @pytest.mark.long
@@ -242,7 +241,7 @@ def test_what_was_found_stays_fixed(name: str) -> None:
 def test_traces_are_what_they_were() -> None:
     """Where this fails and the change meant it: ``python -m trace_hashes --write``."""
     trace_hashes.warm_up()
-    known = trace_hashes.known()
+    known = trace_hashes.KEPT.read()
     chosen = [name for name in trace_hashes.names() if name in known]
     assert len(chosen) > 150
     changed = [n for n in chosen if trace_hashes.hash_of(trace_hashes.plan_named(n)) != known[n]]

@@ -35,8 +35,8 @@ def measured() -> dict[str, Entered]:
 # Files, code lines, functions. They may only shrink: a change is paid for in the room that it
 # is made in. (The design of the kernel aims at 25, 4,500 and 480.)
 LIMITS = {
-    structure.KERNEL: (28, 5887, 606),
-    ("transports",): (12, 1972, 220),
+    structure.KERNEL: (27, 5879, 606),
+    ("transports",): (12, 1969, 220),
     ("features",): (15, 1260, 134),
     ("guards",): (9, 855, 84),
     ("api/comm_settings.py",): (1, 124, 15),

@@ -9,6 +9,8 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fsdp2"
 KERNEL = ("policy.py", "sharding/", "comm/", "runtime/", "api/fully_shard.py", "api/module.py")
@@ -128,16 +130,9 @@ def test_the_kernel_knows_no_more_parts() -> None:
     assert found == KERNEL_KNOWS
 
 
-def test_only_the_command_line_builds_on_checkpoints() -> None:
-    """Models are sharded, collected and initialized without loading the checkpoint code."""
-    room = "checkpoint/"
-    others = [name for name in layers() if not name.startswith((room, "cli/"))]
-    assert [n for n in others if any(o.startswith(room) for o in imported(PACKAGE / n))] == []
-
-
-def test_only_the_command_line_builds_on_planning() -> None:
-    """It is built on all the rest, which shards and trains without it."""
-    room = "planning/"
+@pytest.mark.parametrize("room", ["checkpoint/", "planning/"])
+def test_only_the_command_line_builds_on_some_rooms(room: str) -> None:
+    """Models are sharded, collected, initialized and trained without loading that code."""
     others = [name for name in layers() if not name.startswith((room, "cli/"))]
     assert [n for n in others if any(o.startswith(room) for o in imported(PACKAGE / n))] == []
 
