@@ -347,6 +347,7 @@ TRACING = (
     *_names(
         "the kernels of accelerators in a step that is traced without one",
         "torch.library._scoped_library",
+        "torch.ops.aten.dropout.default._uncache_dispatch",
         "torch.ops.aten._scaled_dot_product_attention_math",
         "torch.ops.aten._scaled_dot_product_cudnn_attention",
         "torch.ops.aten._scaled_dot_product_efficient_attention",

@@ -232,6 +232,21 @@ def test_what_is_saved_for_backward_is_what_torch_saves(mode: str) -> None:
         assert saved_bytes(made) < saved_bytes(traced(False, device_type="cpu"))
 
 
+@pytest.mark.parametrize("first", ["cuda", "cpu"])
+def test_kernels_of_another_device_leave_nothing_behind(first: str) -> None:
+    """Whatever was traced before, in this process: torch remembers what it dispatched to."""
+    options: dict[str, dict[str, Any]] = {"cuda": {}, "cpu": {"device_type": "cpu"}}
+    traced.cache_clear()
+    operator: Any = torch.ops.aten.scaled_dot_product_attention.default
+    operator._dispatch_cache.clear()
+    second = "cpu" if first == "cuda" else "cuda"
+    alone = operations(traced(True, **options[second]))
+    operator._dispatch_cache.clear()
+    traced.cache_clear()
+    traced(True, **options[first])
+    assert operations(traced(True, **options[second])) == alone
+
+
 # -- a step --------------------------------------------------------------------------------------
 
 

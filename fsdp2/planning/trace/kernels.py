@@ -9,7 +9,7 @@ dropout. Each replacement saves for backward what CUDA's saves, and costs one ke
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -95,18 +95,27 @@ def traced_kernels(
             }
             if kernels.fused_norms:
                 made["rms_norm"] = lambda *args, **kwargs: _rms_norm(meter, *args, **kwargs)
+            # Python keeps what an operator was dispatched to in a graph that was traced, and would
+            # take a kernel that is gone, or not take one that has come: forgotten at both ends.
+            replaced = [getattr(torch.ops.aten, name).default for name in made]
+            stack.callback(_forget_dispatch, replaced)  # once the library is gone
             library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
-            for name, replacement in made.items():
+            for (name, replacement), original in zip(made.items(), replaced, strict=True):
                 # In every thread, until the context ends: so real tensors take the way they took.
-                original = getattr(torch.ops.aten, name).default
                 # Those of graphs that are traced for a compiler, which fuses norms by itself.
                 kinds = (FakeTensor,) if name == "rms_norm" else (FakeTensor, FunctionalTensor)
                 library.impl(name, _for_fakes(replacement, original, kinds), "AutogradCPU")
+            _forget_dispatch(replaced)
             if context is not None:
                 stack.enter_context(context.active())
             stack.enter_context(flex_kernels(meter, notes, context))
             stack.callback(lambda: notes.extend(attention.notes()))
         yield
+
+
+def _forget_dispatch(operators: Iterable[Any]) -> None:
+    for operator in operators:
+        operator._uncache_dispatch(torch._C.DispatchKey.AutogradCPU)
 
 
 def _for_fakes(replacement: Callable, original: Any, kinds: tuple[type, ...]) -> Callable:
