@@ -8,6 +8,7 @@ do one call of ``fully_shard`` and one training step go through, and how long do
 one file? torch's FSDP2 is counted the same way, as a scale.
 
 Code lines are those that hold a statement: no blanks, no comments, no docstrings, no ``@override``.
+Functions are those that do something: not what a protocol or the list of events only declares.
 Steps run as rank 0 of a `fake` group of two, so that one process is enough and every collective is
 still called, on the path of the backends that coalesce them. ``tests/tools/test_structure.py``
 holds the numbers to limits.
@@ -119,10 +120,15 @@ def size_of(paths: list[Path]) -> Size:
         size.code_lines += len(with_code)
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                size.functions += 1
+                size.functions += not all(map(_declares, node.body))
                 lines = with_code.intersection(range(node.lineno, (node.end_lineno or 0) + 1))
                 size.largest = max(size.largest, (len(lines), f"{path.stem}.{node.name}"))
     return size
+
+
+def _declares(statement: ast.stmt) -> bool:
+    """Whether ``statement`` is a docstring or an ellipsis."""
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def _docstring_lines(tree: ast.Module) -> set[int]:

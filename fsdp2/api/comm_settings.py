@@ -1,7 +1,5 @@
 """How a unit communicates: the methods of `FSDPModule` that choose it, and what excludes what.
 
-And how much of a tree may be gathered.
-
 They are functions that the class takes over, not methods of a base class: other libraries find a
 sharded module's own class as ``type(module).__mro__[2]``, right after `FSDPModule`.
 """
@@ -17,7 +15,6 @@ from torch import nn
 from ..comm.mesh_transports import CommOptions
 from ..comm.transports import backend_name
 from ..policy import CommPolicy, check_comm_policy
-from ..runtime.building import KEEPS_AND_LIMITS, ONLY_ROOTS_LIMIT
 from ..runtime.runtime import runtime_of
 from ..runtime.unit import Unit, unit_of, units_in
 from ..transports.custom import AllGather, ReduceScatter, choose_symmetric_backend
@@ -202,60 +199,6 @@ def set_symm_mem_for_comm(self: nn.Module, backend: str = "NCCL") -> None:
     if backend != "NCCL":
         raise ValueError(f"set_symm_mem_for_comm supports the backend 'NCCL', not {backend!r}")
     _change_memory(unit_of(self), "set_symm_mem_for_comm", "symmetric", True)
-
-
-def set_max_gathered_bytes(self: nn.Module, max_bytes: int | None) -> None:
-    """Limit the bytes of gathered parameters in this tree, at any moment of a step.
-
-    Units are gathered ahead as deep as the limit allows; what does not fit is gathered when
-    others were freed. A unit that is needed makes room: unused prefetches are freed first, then
-    frozen parameters that are kept (`set_keep_frozen_gathered`), then what is kept for backward
-    or between micro-batches, which is gathered again later. So that these can be freed, modules
-    other than the root hold sharded parameters whenever they do not compute, also with
-    ``reshard_after_forward=False``. Call this on the root, between steps.
-
-    Counted are unsharded parameters with padding, in the compute dtype. Not counted: shards
-    (also those of ``reshard_after_forward=int``), gradients, activations, and buffers of a
-    collective in progress.
-
-    Args:
-        max_bytes: bytes per rank; equal on all ranks. None: no limit.
-
-    Raises:
-        ValueError: if ``max_bytes`` is not positive.
-        TypeError: if it is not an int.
-        RuntimeError: if this is not the root, if gathered parameters keep their memory
-            (`set_keep_unsharded_storage`), or if more is gathered now and cannot be freed. In a
-            step: if a unit does not fit, with the least limit that works.
-
-    Example:
-        >>> model.set_max_gathered_bytes(2 * 2**30)
-    """
-    if max_bytes is not None:
-        checked_budget("max_bytes", max_bytes)
-    unit = unit_of(self)
-    if unit.runtime is not None:
-        runtime = runtime_of(unit)
-        if runtime.root is not unit:
-            raise RuntimeError(ONLY_ROOTS_LIMIT.format(runtime.root.name, unit.name))
-        keeping = [u for u in units_in(self) if u.config.keep_unsharded_storage]
-        if max_bytes is not None and keeping:
-            raise RuntimeError(KEEPS_AND_LIMITS.format(keeping[0].name))
-        runtime.limit_gathered(max_bytes)
-    unit.config.max_gathered_bytes = max_bytes
-
-
-def checked_budget(name: str, nbytes: object) -> None:
-    """Check a number of bytes.
-
-    Raises:
-        TypeError: if it is not an int.
-        ValueError: if it is not positive.
-    """
-    if isinstance(nbytes, bool) or not isinstance(nbytes, int):
-        raise TypeError(f"{name} must be an int or None, got {nbytes!r}")
-    if nbytes < 1:
-        raise ValueError(f"{name} must be positive, got {nbytes}")
 
 
 def _units(module: nn.Module, recurse: bool) -> list[Unit]:

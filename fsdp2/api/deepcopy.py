@@ -81,8 +81,9 @@ def deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         return _copy_object(module, memo)
     with ExitStack() as stack:
         for unit in units:
-            if unit.runtime is not None and unit.runtime.early_steps is not None:
-                unit.runtime.early_steps.check_read(unit, "copied")
+            if unit.runtime is not None:
+                for ask in runtime_of(unit).on.before_shards_read:
+                    ask(unit, "copied")
             stack.enter_context(unit.registration.showing_sharded())
         with torch.inference_mode(False), torch.no_grad():
             for unit in units:
@@ -166,7 +167,7 @@ def _wire(unit: Unit, new: Unit, memo: dict[int, Any]) -> None:
         # A submodule may be copied without all the modules that its parameters are tied to.
         copied.owners = [(memo[id(m)], name) for m, name in param.owners if id(m) in memo]
     new.param_group.plan_registration()
-    hooks = new.hooks = UnitHooks(new)
+    hooks = UnitHooks.made_for(new)
     for module in new.modules:
         hooks.take_over(hooks_of(unit), module)
     for module, name, method in hooks_of(unit).methods:

@@ -13,8 +13,6 @@ from torch.distributed.tensor import DeviceMesh, Replicate, Shard
 
 from ..comm.mesh_transports import CommOptions
 from ..common.classes import class_for
-from ..guards.optimizer_checks import watch_flattening
-from ..guards.requested_gradients import look_at_requests
 from ..policy import (
     CommPolicy,
     DataParallelMeshDims,
@@ -26,6 +24,7 @@ from ..policy import (
     check_dtypes,
 )
 from ..runtime.building import name_units
+from ..runtime.events import registry
 from ..runtime.hooks import UnitHooks
 from ..runtime.unit import ORIGINS, Unit, set_unit, units_in
 from ..runtime.unit_config import UnitConfig
@@ -266,11 +265,14 @@ def _make_unit(
         # memory is at its peak.
         unit.param_group.make_groups(item.managed.mesh for item in found)
         # Nothing has been changed so far.
-        unit.param_group.shard(_take_parameters(unit, found))
+        params = _take_parameters(unit, found)
+        for tell in registry.on.before_sharding:
+            tell(unit, params)
+        unit.param_group.shard(params)
         # Whether they are offloaded may have been settled just now.
         unit.gradients = unit.grads_type(unit.param_group, config)
         _move_to_device((b for m in tree for b in m.buffers(recurse=False)), unit.device)
-    hooks = unit.hooks = UnitHooks(unit)
+    hooks = UnitHooks.made_for(unit)
     # On the modules that own parameters, not on the unit's: ``state_dict`` of a submodule alone has
     # to show shards, too.
     hooks.follow_state_dicts()
@@ -284,13 +286,13 @@ def _make_unit(
     # of modules has none.
     if len(unit.modules) == 1:
         name_units(unit.modules[0], units_in(unit.modules[0]))
-    watch_flattening(unit.params)
     warn_of_other_meshes(unit, modules)
     warn_of_padding(unit.params)
-    look_at_requests()
     adapt_torch()
     explain_errors()
     publish_state(unit)
+    for told in registry.on.sharded:
+        told(unit)
 
 
 # -- modules ---------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from ..common.memory import usual_device
 from ..common.pytree import map_tensors
 from ..dtensor.placement import is_gathered_part, own_part
 from ..guards.rank_agreement.initial_values import is_seen_by_all
-from ..guards.unwritten import Mark, never_written, to_be_made, write_pattern
+from ..guards.unwritten import Mark, marks_of, never_written, to_be_made, write_pattern
 from ..runtime.hooks import about_to_write
 from ..runtime.unit import own_modules, units_in
 from .torch_errors import items_reach_shards
@@ -265,7 +265,7 @@ def _check_written(model: nn.Module, outside: list[Mark], parameters: bool) -> N
         RuntimeError: naming what is left.
     """
     names = {module: name for name, module in model.named_modules()}
-    left = never_written([*outside, *(m for u in units_in(model) for m in u.param_group.unwritten)])
+    left = never_written([*outside, *(m for u in units_in(model) for m in marks_of(u))])
     if not parameters:
         left = [m for m in left if m.module and m.name in m.module._non_persistent_buffers_set]
     # Where some ranks cannot tell, others would be alone with an error: the first forward warns.

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from ..comm.streams import device_module
 from ..runtime.building import build_runtime, follow_modules, name_units
+from ..runtime.events import registry
 from ..runtime.hooks import StateDictHooks, UnitHooks, hooks_of
 from ..runtime.runtime import Runtime, last_order, runtime_of
 from ..runtime.unit import ORIGINS, Unit, set_unit, units_in
@@ -97,7 +98,8 @@ def merge_units(model: nn.Module, *, min_bytes: int) -> MergedUnits:
 
 def _check_between_steps(units: Sequence[Unit], runtimes: Sequence[Runtime]) -> None:
     for runtime in runtimes:
-        runtime.finalization.check_forward()
+        for ask in runtime.on.before_root_forward:
+            ask()
         runtime.forwards.drop_held()  # of outputs that were dropped
     for unit in units:
         if unit.running or unit.awaits_backward:
@@ -259,9 +261,6 @@ def _merged(group: Sequence[Unit]) -> Unit:
             unit.registration.register("sharded")
         unit.registration.check_writes()
         param_group.params += unit.params
-        param_group.unwritten += unit.param_group.unwritten
-    initial = [unit.param_group.initial for unit in group if unit.param_group.initial is not None]
-    param_group.initial = initial[0].joined(initial[1:]) if initial else None
     param_group.reshard_storage()
     # By hand: the first module's gathers in forward, and the last one's, which backward reaches
     # first, in backward.
@@ -269,7 +268,7 @@ def _merged(group: Sequence[Unit]) -> Unit:
     new.backward_prefetch = list(
         dict.fromkeys(u for unit in reversed(group) for u in unit.backward_prefetch)
     )
-    hooks = new.hooks = UnitHooks(new)
+    hooks = UnitHooks.made_for(new)
     for unit in group:
         for module in unit.modules:
             hooks.take_over(hooks_of(unit), module)
@@ -283,4 +282,6 @@ def _merged(group: Sequence[Unit]) -> Unit:
         if owner_unit in group:
             ORIGINS[original] = (new, param)
     publish_state(new)
+    for tell in registry.on.merged:
+        tell(new, group)
     return new

@@ -12,11 +12,9 @@ from torch import nn
 from typing_extensions import override
 
 from ..common.classes import original_class
-from ..features.finalization import GradientReductionHandle
-from ..features.frozen_cache import KeepFrozen
-from ..guards.unwritten import to_be_made, write_pattern
-from ..runtime import by_hand
-from ..runtime.building import KEEPS_AND_LIMITS, build_runtime
+from ..features import finalization, frozen_cache, gather_budget
+from ..runtime.building import build_runtime
+from ..runtime.events import registry
 from ..runtime.hooks import wrapper_prefix
 from ..runtime.runtime import Runtime, runtime_of
 from ..runtime.unit import Unit, own_modules, unit_of, units_in
@@ -71,8 +69,8 @@ class FSDPModule(_Base):
             >>> ...  # something else to compute
             >>> handle.wait()
         """
-        unit, _ = self._unit_and_runtime()
-        by_hand.unshard(unit)
+        unit, runtime = self._unit_and_runtime()
+        runtime.unshard_for_user(unit)
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -86,7 +84,8 @@ class FSDPModule(_Base):
         """
         unit = unit_of(self)
         if unit.runtime is not None:
-            unit.look_for_lost_writes()
+            for tell in runtime_of(unit).on.before_user_reshards:
+                tell(unit)
             unit.param_group.take_freezing()
             runtime_of(unit).reshard(unit)
 
@@ -201,60 +200,6 @@ class FSDPModule(_Base):
         """
         self._unit_and_runtime()[1].is_last_backward = is_last_backward
 
-    def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Set whether the caller ends each iteration with `finalize_backward`.
-
-        For schedules that run several backwards, or parts of them, without knowing which one is
-        the last, such as pipelines. `set_is_last_backward` is ignored then. Whether backwards
-        reduce gradients and free parameters still follows their own settings.
-
-        Args:
-            enabled: whether to end iterations by hand. Call this on the root, before backward.
-
-        Raises:
-            RuntimeError: if this is not the root, or if a backward has begun and neither
-                `finalize_backward` nor `reset_iter_state` has ended the iteration.
-
-        Example:
-            >>> model.set_manual_backward_finalization(True)
-            >>> model.set_requires_gradient_sync(False)
-            >>> for micro_batch in batch:
-            ...     (loss_of(model, micro_batch) / len(batch)).backward()
-            >>> model.set_requires_gradient_sync(True)
-            >>> model.finalize_backward()
-            >>> optimizer.step()
-        """
-        unit = unit_of(self)
-        # Before the first forward it is not known which module is the root. The runtime looks at
-        # the settings of all units when it is made.
-        if unit.runtime is not None:
-            self._check_root("set_manual_backward_finalization")
-            by_hand.choose_finalization(runtime_of(unit), manual=enabled)
-        unit.config.manual_finalization = enabled
-
-    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """End an iteration: reduce the remaining gradients and free parameters.
-
-        Follows the current settings, so turn gradient sync and resharding back on first. Does
-        nothing before the first forward.
-
-        Args:
-            async_op: return while reductions are still in flight. Wait for the handle before
-                using gradients and before the next forward.
-
-        Returns:
-            A handle if ``async_op``, else None.
-
-        Raises:
-            RuntimeError: without `set_manual_backward_finalization`, inside backward, if the
-                handle of an earlier call has not been waited for, or if this is not the root.
-        """
-        unit = unit_of(self)
-        if unit.runtime is None:
-            return GradientReductionHandle() if async_op else None
-        self._check_root("finalize_backward")
-        return by_hand.finalize_backward(runtime_of(unit), wait=not async_op)
-
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change the ``reshard_after_forward`` argument of `fully_shard`.
 
@@ -288,7 +233,7 @@ class FSDPModule(_Base):
         if not reshard_after_backward:
             for unit in reversed(units):  # in the order in which backward will want them
                 if unit.runtime is not None:
-                    by_hand.gather_for_backward(unit)
+                    runtime_of(unit).gather_for_backward(unit)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Set whether gathered parameters keep their memory, and so their addresses, when freed.
@@ -305,44 +250,13 @@ class FSDPModule(_Base):
         """
         units = self._units(recurse)
         for unit in units:
-            if keep and unit.runtime is not None and runtime_of(unit).budget is not None:
-                raise RuntimeError(KEEPS_AND_LIMITS.format(unit.name))
+            for ask in registry.on.before_setting:
+                ask(unit, "keep_unsharded_storage", keep)
         for unit in units:
             unit.config.keep_unsharded_storage = keep
             unit.param_group.keep_storage(keep)
 
-    def set_keep_frozen_gathered(self, max_bytes: int | None = None) -> None:
-        """Keep frozen parameters gathered across micro-batches and steps.
-
-        They are gathered again only after one of their shards was written or loaded. The frozen
-        parameters of this module and its sharded submodules are selected unit by unit in module
-        order; those of a unit are kept together if they fit. Trained parameters of the same unit
-        are gathered and freed as before. `reshard` frees a module's kept parameters until their
-        next use. Writes through ``.data`` go unnoticed: call `reshard` afterwards, on the sharded
-        module that the parameter belongs to.
-
-        Args:
-            max_bytes: limit on the bytes of kept parameters per rank, in the compute dtype. 0
-                keeps nothing; None: no limit.
-
-        Raises:
-            ValueError: if ``max_bytes`` is negative.
-
-        Example:
-            >>> model.requires_grad_(False)  # freeze before sharding; then add adapters
-            >>> ...
-            >>> fully_shard(model)
-            >>> model.set_keep_frozen_gathered(8 * 2**30)
-        """
-        if max_bytes is not None and max_bytes < 0:
-            raise ValueError(f"max_bytes must not be negative, got {max_bytes}")
-        budget = KeepFrozen(max_bytes)
-        units = self._units(recurse=True)
-        for unit in units:
-            unit.config.keep_frozen = budget
-        # Blocks that have run by themselves have runtimes of their own.
-        for runtime in dict.fromkeys(runtime_of(u) for u in units if u.runtime is not None):
-            runtime.choose_cached()
+    set_keep_frozen_gathered = frozen_cache.set_keep_frozen_gathered
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Gather ``modules`` when this module's forward begins.
@@ -469,6 +383,11 @@ class FSDPModule(_Base):
                 raise
             raise RuntimeError(f"{error}\n{advice[0]}") from None
 
+    # -- the caller ends iterations ---------------------------------------------------------
+
+    set_manual_backward_finalization = finalization.set_manual_backward_finalization
+    finalize_backward = finalization.finalize_backward
+
     # -- how it communicates ----------------------------------------------------------------
 
     set_custom_all_gather = comm_settings.set_custom_all_gather
@@ -482,7 +401,7 @@ class FSDPModule(_Base):
         comm_settings.set_allocate_memory_from_process_group_for_comm
     )
     set_symm_mem_for_comm = comm_settings.set_symm_mem_for_comm
-    set_max_gathered_bytes = comm_settings.set_max_gathered_bytes
+    set_max_gathered_bytes = gather_budget.set_max_gathered_bytes
 
     # -- inside -----------------------------------------------------------------------------
 
@@ -501,7 +420,8 @@ class FSDPModule(_Base):
         # that a user set: both are taken off and put back.
         unit.param_group.note_grad_dtypes()
         kept = unit.param_group.detach_gradients()
-        made = to_be_made(fn, own_modules(self, recurse), unit.params)
+        for tell in registry.on.before_apply:
+            tell(unit, fn, own_modules(self, recurse))
         before = unit.param_group.where_shards_are()
         result = super()._apply(fn, recurse)
         unit.param_group.adopt_replaced({})
@@ -510,7 +430,8 @@ class FSDPModule(_Base):
         # the storage of the bucket. A ``.to`` that changes nothing costs nothing, and may stand
         # between forward and backward.
         unit.param_group.dirty |= unit.param_group.where_shards_are() != before
-        unit.param_group.unwritten += write_pattern(made)
+        for told in registry.on.after_apply:
+            told(unit)
         return result
 
     @override
@@ -558,7 +479,8 @@ class UnshardHandle:
         unit, self._unit = self._unit, None
         if unit is not None:
             runtime_of(unit).wait_unshard(unit)
-            unit.look_for_lost_writes()
+            for tell in runtime_of(unit).on.gathered_for_user:
+                tell(unit)
 
 
 def units_of_all(modules: Iterable[Any]) -> list[Unit]:

@@ -40,6 +40,7 @@ from torch.distributed.tensor import Replicate
 
 from ..common.checks import check_bytes
 from ..common.suggestions import did_you_mean
+from ..features.gather_budget import checked_budget
 from ..policy import (
     CommPolicy,
     CPUOffloadPolicy,
@@ -52,7 +53,6 @@ from ..policy import (
 from ..runtime.unit import unit_of
 from ..sharding.mesh import default_mesh, resolve_mesh
 from ..wrap import UnitDescription, units_of
-from .comm_settings import checked_budget
 from .fully_shard import Granularity, PlacementFn, fully_shard, replicate
 from .module import FSDPModule
 

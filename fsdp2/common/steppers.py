@@ -65,11 +65,19 @@ class Stepper(Protocol):
 
 # By id: to ask whether there are any is a part of every backward.
 registered: dict[int, weakref.ref[Stepper]] = {}
+_at_first: list[Callable[[], None]] = []
+
+
+def call_at_first(function: Callable[[], None]) -> None:
+    """Call ``function`` whenever an optimizer registers while there is none."""
+    _at_first.append(function)
 
 
 def register(stepper: Stepper) -> None:
-    """Let the runtime find ``stepper`` for as long as it lives."""
+    """Let runtimes find ``stepper`` for as long as it lives."""
     number = id(stepper)
+    for function in _at_first if not registered else ():
+        function()
     registered[number] = weakref.ref(stepper, lambda _: registered.pop(number, None))
 
 

@@ -12,9 +12,18 @@ finalized one are still waited for: either would lose gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Self
 
-__all__ = ["Finalization", "GradientReductionHandle"]
+from torch import nn
+from typing_extensions import override
+
+from ..runtime.events import TreePart, UnitPart, registry
+from ..runtime.runtime import Runtime, runtime_of
+from ..runtime.torch_modes import autograd_is_running
+from ..runtime.unit import Unit, unit_of
+
+__all__ = ["Finalization", "GradientReductionHandle", "finalize_backward"]
 
 
 class GradientReductionHandle:
@@ -36,74 +45,198 @@ class GradientReductionHandle:
             self._finish = None
 
 
-class Finalization:
-    """The finalization mode of one tree of units, and where its iteration stands.
+class Finalization(TreePart):
+    """The end of iterations in one tree of units whose caller ends them.
 
     Attributes:
-        manual: whether the caller ends the iteration that runs, or the next one if none runs.
-        active: whether a backward of an iteration has begun that has not ended yet.
-        reducing: whether the caller is ending the iteration now, with its last reductions.
         pending: the handle of an asynchronous finalization that must be waited for.
     """
 
-    def __init__(self, manual: bool) -> None:
-        self.manual = manual
-        self.active = False
-        self.reducing = False
-        self.pending: GradientReductionHandle | None = None
+    runtime: Runtime
 
-    def choose(self, manual: bool, *, in_backward: bool) -> None:
-        """Change the mode.
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime)
+        self.pending: GradientReductionHandle | None = None
+        runtime.held_open = True
+
+    @override
+    @classmethod
+    def of(cls, runtime: Runtime) -> Self | None:
+        return cls(runtime) if runtime.root.config.manual_finalization else None
+
+    def finalize(self, *, wait: bool) -> GradientReductionHandle | None:
+        """End an iteration whose backwards are all over: reduce what they left, free all units.
+
+        Args:
+            wait: whether to wait for the reductions, instead of returning a handle that does.
 
         Raises:
-            RuntimeError: while an iteration runs in the other one.
+            RuntimeError: if the caller may not end it now.
         """
-        if manual != self.manual:
-            if in_backward:
-                raise RuntimeError(
-                    "set_manual_backward_finalization cannot change mode during backward"
-                )
-            if self.active:
-                raise RuntimeError(
-                    "set_manual_backward_finalization cannot change mode after backward starts: "
-                    "call finalize_backward() first, or reset_iter_state() to drop its gradients"
-                )
-        self.manual = manual
+        self._check_finalize()
+        runtime = self.runtime
+        last = runtime.is_last_backward
+        with runtime.streams.ending(runtime.computed_on):
+            # These are the last reductions, whatever was said of the backwards.
+            runtime.held_open, runtime.is_last_backward = False, True
+            try:
+                runtime.reduce_left()
+            finally:
+                runtime.held_open, runtime.is_last_backward = True, last
+            if wait:
+                runtime.complete_iteration()
+            # Units are freed at once: a reduction holds what it reads. Only ``.grad`` waits for
+            # the handle.
+            runtime.free_units()
+        if not wait:
+            self.pending = GradientReductionHandle(self._finish)
+        return self.pending
 
-    def check_forward(self) -> None:
-        """Raises RuntimeError if reductions of the last iteration are still to be waited for."""
+    def _finish(self, handle: GradientReductionHandle) -> None:
+        """Wait for the reductions of a finalization that did not."""
+        if self.pending is not handle:
+            raise RuntimeError("This gradient reduction handle was invalidated by a reset")
+        with self.runtime.streams.ending(self.runtime.computed_on):
+            self.runtime.complete_iteration()
+            self.pending = None
+            self.runtime.synchronize()
+
+    def _check_finalize(self) -> None:
+        if self.pending is not None:
+            raise RuntimeError(
+                "The previous gradient reduction must be waited on before finalizing backward "
+                "again: call wait() of the handle that finalize_backward(async_op=True) returned"
+            )
+        # Autograd calls nothing at the end of a backward that raises, so this is still set after
+        # one. What that has left are parts of gradients, not to be reduced.
+        if self.runtime.in_backward:
+            raise RuntimeError(
+                "FSDP finalize_backward must be called after backward completes (after one that "
+                "raised, call reset_iter_state())"
+            )
+
+    # -- what the tree tells ----------------------------------------------------------------
+
+    @override
+    def before_root_forward(self) -> None:
         if self.pending is not None:
             raise RuntimeError(
                 "The previous gradient reduction must be waited on before forward: call wait() of "
                 "the handle that finalize_backward(async_op=True) returned"
             )
 
-    def check_finalize(self, *, in_backward: bool) -> None:
-        """Raises RuntimeError if the caller may not end the iteration now."""
-        if self.pending is not None:
-            raise RuntimeError(
-                "The previous gradient reduction must be waited on before finalizing backward "
-                "again: call wait() of the handle that finalize_backward(async_op=True) returned"
-            )
-        if not self.manual:
-            raise RuntimeError(
-                "FSDP finalize_backward requires manual backward finalization. Call "
-                "set_manual_backward_finalization(True) before forward"
-            )
-        # Autograd calls nothing at the end of a backward that raises, so this is still set after
-        # one. What that has left are parts of gradients, not to be reduced.
-        if in_backward:
-            raise RuntimeError(
-                "FSDP finalize_backward must be called after backward completes (after one that "
-                "raised, call reset_iter_state())"
-            )
-
-    def check_handle(self, handle: GradientReductionHandle) -> None:
-        """Raises RuntimeError if ``handle`` is not of the finalization that is pending."""
-        if self.pending is not handle:
-            raise RuntimeError("This gradient reduction handle was invalidated by a reset")
-
-    def end(self) -> None:
-        """The iteration is over, or was dropped."""
-        self.active = False
+    @override
+    def tree_reset(self) -> None:
         self.pending = None
+
+
+class _OnlyRoots(UnitPart):
+    @override
+    def before_tree(self, root_module: nn.Module, root: Unit, units: Sequence[Unit]) -> None:
+        """
+        Raises:
+            RuntimeError: if a unit other than ``root`` has manual finalization, or a handle of an
+                asynchronous finalization was not waited for.
+        """
+        for unit in units:
+            if unit.runtime is not None and (before := runtime_of(unit).part(Finalization)):
+                before.before_root_forward()
+            if unit is not root and unit.config.manual_finalization:
+                raise RuntimeError(
+                    "set_manual_backward_finalization must be called on the root FSDP module "
+                    f"'{root.name}', not on '{unit.name}'"
+                )
+
+
+def set_manual_backward_finalization(self: nn.Module, enabled: bool) -> None:
+    """Set whether the caller ends each iteration with `finalize_backward`.
+
+    For schedules that run several backwards, or parts of them, without knowing which one is
+    the last, such as pipelines. `set_is_last_backward` is ignored then. Whether backwards
+    reduce gradients and free parameters still follows their own settings.
+
+    Args:
+        enabled: whether to end iterations by hand. Call this on the root, before backward.
+
+    Raises:
+        RuntimeError: if this is not the root, or if a backward has begun and neither
+            `finalize_backward` nor `reset_iter_state` has ended the iteration.
+
+    Example:
+        >>> model.set_manual_backward_finalization(True)
+        >>> model.set_requires_gradient_sync(False)
+        >>> for micro_batch in batch:
+        ...     (loss_of(model, micro_batch) / len(batch)).backward()
+        >>> model.set_requires_gradient_sync(True)
+        >>> model.finalize_backward()
+        >>> optimizer.step()
+    """
+    unit = unit_of(self)
+    # Before the first forward it is not known which module is the root. The runtime looks at
+    # the settings of all units when it is made.
+    if unit.runtime is not None:
+        runtime = runtime_of(unit)
+        _check_root(unit, runtime, "set_manual_backward_finalization")
+        _change_mode(runtime, manual=enabled)
+    unit.config.manual_finalization = enabled
+
+
+def _change_mode(runtime: Runtime, *, manual: bool) -> None:
+    part = runtime.part(Finalization)
+    if manual is (part is not None):
+        return
+    if autograd_is_running():
+        raise RuntimeError("set_manual_backward_finalization cannot change mode during backward")
+    if runtime.in_iteration:
+        raise RuntimeError(
+            "set_manual_backward_finalization cannot change mode after backward starts: call "
+            "finalize_backward() first, or reset_iter_state() to drop its gradients"
+        )
+    if part is None:
+        runtime.add(Finalization(runtime))
+    else:
+        runtime.remove(part)
+        runtime.held_open = False
+
+
+def finalize_backward(self: nn.Module, *, async_op: bool = False) -> GradientReductionHandle | None:
+    """End an iteration: reduce the remaining gradients and free parameters.
+
+    Follows the current settings, so turn gradient sync and resharding back on first. Does
+    nothing before the first forward.
+
+    Args:
+        async_op: return while reductions are still in flight. Wait for the handle before
+            using gradients and before the next forward.
+
+    Returns:
+        A handle if ``async_op``, else None.
+
+    Raises:
+        RuntimeError: without `set_manual_backward_finalization`, inside backward, if the
+            handle of an earlier call has not been waited for, or if this is not the root.
+    """
+    unit = unit_of(self)
+    if unit.runtime is None:
+        return GradientReductionHandle() if async_op else None
+    runtime = runtime_of(unit)
+    _check_root(unit, runtime, "finalize_backward")
+    part = runtime.part(Finalization)
+    if part is None:
+        raise RuntimeError(
+            "FSDP finalize_backward requires manual backward finalization. Call "
+            "set_manual_backward_finalization(True) before forward"
+        )
+    return part.finalize(wait=not async_op)
+
+
+def _check_root(unit: Unit, runtime: Runtime, method: str) -> None:
+    if runtime.root is not unit:
+        raise RuntimeError(
+            f"{method} must be called on the root FSDP module '{runtime.root.name}', "
+            f"not on '{unit.name}'"
+        )
+
+
+registry.add(Finalization)
+registry.add(_OnlyRoots())

@@ -1,47 +1,80 @@
-"""Which frozen parameters stay gathered, within a byte limit.
+"""Frozen parameters that stay gathered, within a byte limit.
 
 Nothing changes a frozen parameter between steps, so one gather serves all forwards. The frozen
-parameters of a unit have buckets of their own. If such a bucket is ``cached``, it is not freed with
-its unit, and is gathered again only if one of its shards has been written when a forward begins:
-see `Bucket.cache_is_current`.
+parameters of a unit have buckets of their own. If such a bucket is chosen (`Bucket.cached`), it is
+not freed with its unit, and is gathered again only if one of its shards has been written when a
+forward begins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import Self
+from weakref import WeakKeyDictionary
 
-from ..comm.streams import Streams
+from torch import nn
+from typing_extensions import override
+
+from ..runtime.events import TreePart, registry
+from ..runtime.runtime import Runtime, runtime_of
+from ..runtime.unit import Unit, units_in
+from ..runtime.unit_config import KeepFrozen
 from ..sharding.bucket import Bucket
 
-
-# Compared by identity: two calls with the same number are two limits.
-@dataclass(frozen=True, eq=False)
-class KeepFrozen:
-    """A byte limit that a user set for some units, which share it.
-
-    Attributes:
-        max_bytes: of gathered storage per rank; None: without limit.
-    """
-
-    max_bytes: int | None
+# Which writes to its shards a bucket had seen when the gather began that it stays gathered from.
+_gathered_at: WeakKeyDictionary[Bucket, tuple[int, int]] = WeakKeyDictionary()
 
 
-def free_cached(buckets: Iterable[Bucket], streams: Streams) -> None:
-    """Free the gathered storages of cached buckets."""
-    for bucket in buckets:
-        # A unit whose buckets are all cached is freed without a wait for compute's last use.
-        bucket.cache_valid = False
-        streams.free((bucket,))
+class FrozenCache(TreePart):
+    """The frozen parameters of one tree that stay gathered."""
+
+    runtime: Runtime
+
+    @override
+    @classmethod
+    def of(cls, runtime: Runtime) -> Self | None:
+        return cls(runtime) if any(map(_limit_of, runtime.units)) else None
+
+    @override
+    def planned(self, unit: Unit) -> None:
+        self.choose()
+
+    def choose(self) -> None:
+        """Choose again which buckets stay gathered, from the next gather on."""
+        limited = [unit for unit in self.runtime.units if _limit_of(unit) is not None]
+        chosen = choose_cached((_limit_of(unit), unit.buckets) for unit in limited)
+        for unit in limited:
+            for bucket in unit.buckets:
+                bucket.cached = bucket in chosen
+            dropped = [bucket for bucket in unit.buckets if not bucket.cached]
+            unit.drop_cache(self.runtime.streams, dropped)
+
+    @override
+    def before_reuse(self, unit: Unit) -> None:
+        held = [bucket for bucket in unit.buckets if bucket.cache_valid]
+        written = [bucket for bucket in held if bucket.versions() != _gathered_at[bucket]]
+        if written:
+            unit.reshard(self.runtime.streams)
+            unit.drop_cache(self.runtime.streams, written)
+
+    @override
+    def before_gather(self, unit: Unit) -> None:
+        if _limit_of(unit) is None:
+            return
+        # Ranks gather together or hang. So only writes that all of them know of count here:
+        # operators on DTensors are called by all ranks, and a write to the local tensor may be this
+        # rank's alone. A forward has looked at those when it began.
+        held = [bucket for bucket in unit.buckets if bucket.cache_valid]
+        rewritten = [b for b in held if b.versions()[1] != _gathered_at[b][1]]
+        unit.drop_cache(self.runtime.streams, rewritten)
+        # Before the gather, not after it: a write that comes while it runs counts as a later one.
+        for bucket in unit.buckets:
+            if bucket.cached and not bucket.cache_valid:
+                _gathered_at[bucket] = bucket.versions()
 
 
-def mixes_frozen(buckets: Sequence[Bucket]) -> bool:
-    """Whether a bucket has frozen and trained parameters: some were frozen or thawed since."""
-    # Buckets that are planned anew lose the sums that wait in them for an all-reduce.
-    if any(bucket.partial_present for bucket in buckets):
-        return False
-    kinds = ({p.sharded.requires_grad for p in bucket.params} for bucket in buckets)
-    return any(len(kind) > 1 for kind in kinds)
+def _limit_of(unit: Unit) -> KeepFrozen | None:
+    return unit.config.keep_frozen
 
 
 def choose_cached(units: Iterable[tuple[KeepFrozen | None, Sequence[Bucket]]]) -> set[Bucket]:
@@ -66,3 +99,44 @@ def choose_cached(units: Iterable[tuple[KeepFrozen | None, Sequence[Bucket]]]) -
                 used[budget] = total
                 chosen.add(bucket)
     return chosen
+
+
+def set_keep_frozen_gathered(self: nn.Module, max_bytes: int | None = None) -> None:
+    """Keep frozen parameters gathered across micro-batches and steps.
+
+    They are gathered again only after one of their shards was written or loaded. The frozen
+    parameters of this module and its sharded submodules are selected unit by unit in module
+    order; those of a unit are kept together if they fit. Trained parameters of the same unit
+    are gathered and freed as before. `reshard` frees a module's kept parameters until their
+    next use. Writes through ``.data`` go unnoticed: call `reshard` afterwards, on the sharded
+    module that the parameter belongs to.
+
+    Args:
+        max_bytes: limit on the bytes of kept parameters per rank, in the compute dtype. 0
+            keeps nothing; None: no limit.
+
+    Raises:
+        ValueError: if ``max_bytes`` is negative.
+
+    Example:
+        >>> model.requires_grad_(False)  # freeze before sharding; then add adapters
+        >>> ...
+        >>> fully_shard(model)
+        >>> model.set_keep_frozen_gathered(8 * 2**30)
+    """
+    if max_bytes is not None and max_bytes < 0:
+        raise ValueError(f"max_bytes must not be negative, got {max_bytes}")
+    budget = KeepFrozen(max_bytes)
+    units = units_in(self)
+    for unit in units:
+        unit.config.keep_frozen = budget
+    # Blocks that have run by themselves have runtimes of their own.
+    for runtime in dict.fromkeys(runtime_of(u) for u in units if u.runtime is not None):
+        part = runtime.part(FrozenCache)
+        if part is None:
+            part = FrozenCache(runtime)
+            runtime.add(part)
+        part.choose()
+
+
+registry.add(FrozenCache)

@@ -20,11 +20,16 @@ through a hook.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Self
 
-from ..comm.streams import Streams
-from ..runtime.forwards import modules_being_called
+from torch import nn
+from typing_extensions import override
+
+from ..runtime.events import TreePart, UnitPart, registry
+from ..runtime.forwards import Lookahead, modules_being_called
+from ..runtime.runtime import Runtime, runtime_of
 from ..runtime.states import GATHERED, RESHARDED, State
-from ..runtime.unit import Forward, TreeRuntime, Unit
+from ..runtime.unit import Forward, Unit, unit_of, units_in
 from ..sharding.bucket import Bucket
 from .tensor_subclasses.extension import ExtensionBucket
 
@@ -45,7 +50,7 @@ class GatherBudgetError(RuntimeError):
         self.least_bytes = least_bytes
 
 
-class GatherBudget:
+class GatherBudget(TreePart):
     """The units of a tree that are gathered, within a number of bytes.
 
     No ring of fixed blocks: storages stay the same from forward to backward, since autograd saves
@@ -54,18 +59,74 @@ class GatherBudget:
     of gathers: the sum of sizes, which is counted here, is all that is taken from it.
     """
 
-    def __init__(self, max_bytes: int, runtime: TreeRuntime, units: Sequence[Unit]) -> None:
-        self.max_bytes = max_bytes
-        self._runtime = runtime
-        self._units = units
-        # Oldest gather first. Those that were freed since are taken out when it is next read.
-        self._gathered = {unit: None for unit in units if unit.state not in RESHARDED}
-        self._caching: list[Unit] = []
-        self.follow_cached()
+    runtime: Runtime
 
-    def follow_cached(self) -> None:
-        """Note which units may keep frozen parameters gathered."""
-        self._caching = [unit for unit in self._units if unit.config.keep_frozen is not None]
+    def __init__(self, runtime: Runtime, max_bytes: int) -> None:
+        super().__init__(runtime)
+        self.max_bytes = max_bytes
+        self._units, self._streams = runtime.units, runtime.streams
+        # Oldest gather first. Those that were freed since are taken out when it is next read.
+        self._gathered = {unit: None for unit in self._units if unit.state not in RESHARDED}
+        self._caching = {u: None for u in self._units if u.config.keep_frozen is not None}
+        self._ahead = _WithinBudget(self)
+
+    @override
+    @classmethod
+    def of(cls, runtime: Runtime) -> Self | None:
+        max_bytes = runtime.root.config.max_gathered_bytes
+        if max_bytes is None:
+            return None
+        made = cls(runtime, max_bytes)
+        made.begin()
+        return made
+
+    def begin(self) -> None:
+        """
+        Raises:
+            GatherBudgetError: if more is gathered now and cannot be freed.
+        """
+        self._free_until(self.max_bytes, None)
+        self.runtime.lookahead = self._ahead
+
+    # -- what the tree tells ----------------------------------------------------------------
+
+    @override
+    def before_planning(self, unit: Unit) -> None:
+        self._make_room(unit)
+
+    @override
+    def before_gather(self, unit: Unit) -> None:
+        if unit.config.keep_frozen is not None:
+            self._caching[unit] = None
+        self._make_room(unit)
+
+    @override
+    def unit_kept(self, unit: Unit, forward: Forward | None) -> None:
+        """Let its modules hold shards, so that it may be freed: see the note above."""
+        runtime = self.runtime
+        is_read = unit.running or unit.weight_grads_deferred or runtime.creates_graph
+        if not is_read and runtime.forward_root is not unit:
+            unit.register_sharded()
+
+    @override
+    def forward_ends(self, unit: Unit, forward: Forward | None) -> None:
+        # What did not fit when this unit began may fit now.
+        runtime = self.runtime
+        if runtime.predicted and not unit.forward_prefetch:
+            position = len(runtime.this_forward)
+            self._ahead.gather(runtime.forward_order[position : position + MAX_AHEAD])
+
+    @override
+    def backward_leaves(self, unit: Unit) -> None:
+        self._ahead.gather(units_before(self._ahead.entered))
+
+    @override
+    def backward_ends(self) -> None:
+        self._ahead.entered = None
+
+    @override
+    def tree_reset(self) -> None:
+        self._ahead.entered = None
 
     # -- counting ---------------------------------------------------------------------------
 
@@ -89,45 +150,27 @@ class GatherBudget:
         total = sum(self.held(beside=unit).values())
         return total + bytes_of(unit.buckets) <= self.max_bytes
 
-    def gather_ahead(self, units: Iterable[Unit], streams: Streams) -> None:
-        """Gather ``units``, which are expected in this order, as far as they fit."""
-        for unit in units:
-            if unit.state in GATHERED and (unit.running or unit.backward_began):
-                break  # it is freed before it runs again, which needs the room that is left
-            if unit.state in RESHARDED:
-                if not self.fits(unit):
-                    break
-                unit.start_unshard(streams)
-
     # -- making room ------------------------------------------------------------------------
 
-    def make_room(self, unit: Unit, streams: Streams) -> None:
+    def _make_room(self, unit: Unit) -> None:
         """Free what may be freed until ``unit``, whose gather begins, fits.
 
         Raises:
             GatherBudgetError: if it does not.
         """
         needed = bytes_of(unit.buckets)
-        self._free_until(self.max_bytes - needed, unit, streams)
+        self._free_until(self.max_bytes - needed, unit)
         self._gathered.pop(unit, None)
         self._gathered[unit] = None
 
-    def shrink(self, streams: Streams) -> None:
-        """Free what may be freed until all that is gathered fits.
-
-        Raises:
-            GatherBudgetError: if it does not.
-        """
-        self._free_until(self.max_bytes, None, streams)
-
-    def _free_until(self, limit: int, needed: Unit | None, streams: Streams) -> None:
+    def _free_until(self, limit: int, needed: Unit | None) -> None:
         held = self.held(beside=needed)
         total = sum(held.values())
         if total > limit:
             for unit in self._candidates(held, needed):
                 total -= held.pop(unit)
-                unit.reshard(streams)
-                unit.drop_cache(streams)
+                unit.reshard(self._streams)
+                unit.drop_cache(self._streams)
                 if total <= limit:
                     break
         if total > limit:
@@ -151,7 +194,7 @@ class GatherBudget:
         """Whether ``unit``, which is gathered, is not in use: see the note above."""
         if unit.running or unit.backward_began or unit.weight_grads_deferred:
             return False
-        if self._runtime.creates_graph:
+        if self.runtime.creates_graph:
             return False  # a second backward may read any of them
         if not unit.recomputed:
             return _is_unseen(unit)
@@ -173,7 +216,7 @@ class GatherBudget:
             )
         size = bytes_of(needed.buckets)
         least = max(total + size, self.least_bytes())
-        phase = "backward" if self._runtime.in_backward else "forward"
+        phase = "backward" if self.runtime.in_backward else "forward"
         beside = f"beside {others}, which cannot be freed now" if others else "alone"
         return GatherBudgetError(
             f"Unit '{needed.name}' of {size} bytes cannot be gathered in {phase} within "
@@ -187,7 +230,7 @@ class GatherBudget:
             return "its forward is running"
         if unit.backward_began:
             return "its backward is not over"
-        if self._runtime.creates_graph:
+        if self.runtime.creates_graph:
             return "kept for a second backward"
         if unit.weight_grads_deferred:
             return "its weight gradients are still to be computed"
@@ -197,6 +240,69 @@ class GatherBudget:
         """What the largest unit needs together with the units around it."""
         sizes = {unit: bytes_of(unit.buckets) for unit in self._units}
         return max(sizes[u] + sum(map(sizes.__getitem__, u.enclosing)) for u in self._units)
+
+
+class _WithinBudget(Lookahead):
+    """Gathers ahead as deep as the budget allows.
+
+    Attributes:
+        entered: the forward that backward has reached last.
+    """
+
+    depth = MAX_AHEAD
+
+    def __init__(self, budget: GatherBudget) -> None:
+        super().__init__(budget.runtime.streams)
+        self._budget = budget
+        self.entered: Forward | None = None
+
+    @override
+    def gather(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            if unit.state in GATHERED and (unit.running or unit.backward_began):
+                break  # it is freed before it runs again, which needs the room that is left
+            if unit.state in RESHARDED:
+                if not self._budget.fits(unit):
+                    break
+                unit.start_unshard(self._streams)
+
+    @override
+    def in_backward(self, entered: Forward | None, before: Unit | None) -> None:
+        self.entered = entered
+        self.gather(units_before(entered))
+
+
+class _BudgetSettings(UnitPart):
+    """Only a root limits what is gathered, and everything gathered can be freed."""
+
+    @override
+    def before_tree(self, root_module: nn.Module, root: Unit, units: Sequence[Unit]) -> None:
+        """
+        Raises:
+            RuntimeError: if a unit other than ``root`` has a limit, or if there is one and a unit
+                keeps its memory when it is freed.
+        """
+        for unit in units:
+            if unit is not root and unit.config.max_gathered_bytes is not None:
+                raise RuntimeError(_ONLY_ROOTS_LIMIT.format(root.name, unit.name))
+            if root.config.max_gathered_bytes is not None and unit.config.keep_unsharded_storage:
+                raise RuntimeError(_KEEPS_AND_LIMITS.format(unit.name))
+
+    @override
+    def before_setting(self, unit: Unit, name: str, value: object) -> None:
+        limited = unit.runtime is not None and runtime_of(unit).part(GatherBudget) is not None
+        if limited and name == "keep_unsharded_storage" and value:
+            raise RuntimeError(_KEEPS_AND_LIMITS.format(unit.name))
+
+
+_ONLY_ROOTS_LIMIT = (
+    "set_max_gathered_bytes must be called on the root FSDP module '{}', not on '{}': call it with "
+    "None there"
+)
+_KEEPS_AND_LIMITS = (
+    "Unit '{}' keeps the memory of gathered parameters when they are freed "
+    "(set_keep_unsharded_storage), so max_gathered_bytes cannot limit it: use one of the two"
+)
 
 
 def units_before(forward: Forward | None) -> list[Unit]:
@@ -226,3 +332,74 @@ def bytes_of(buckets: Iterable[Bucket]) -> int:
 def _is_unseen(unit: Unit) -> bool:
     """Whether the modules hold shards, though the unit is gathered."""
     return unit.registration.registered != "unsharded"
+
+
+def set_max_gathered_bytes(self: nn.Module, max_bytes: int | None) -> None:
+    """Limit the bytes of gathered parameters in this tree, at any moment of a step.
+
+    Units are gathered ahead as deep as the limit allows; what does not fit is gathered when
+    others were freed. A unit that is needed makes room: unused prefetches are freed first, then
+    frozen parameters that are kept (`set_keep_frozen_gathered`), then what is kept for backward
+    or between micro-batches, which is gathered again later. So that these can be freed, modules
+    other than the root hold sharded parameters whenever they do not compute, also with
+    ``reshard_after_forward=False``. Call this on the root, between steps.
+
+    Counted are unsharded parameters with padding, in the compute dtype. Not counted: shards
+    (also those of ``reshard_after_forward=int``), gradients, activations, and buffers of a
+    collective in progress.
+
+    Args:
+        max_bytes: bytes per rank; equal on all ranks. None: no limit.
+
+    Raises:
+        ValueError: if ``max_bytes`` is not positive.
+        TypeError: if it is not an int.
+        RuntimeError: if this is not the root, if gathered parameters keep their memory
+            (`set_keep_unsharded_storage`), or if more is gathered now and cannot be freed. In a
+            step: if a unit does not fit, with the least limit that works.
+
+    Example:
+        >>> model.set_max_gathered_bytes(2 * 2**30)
+    """
+    if max_bytes is not None:
+        checked_budget("max_bytes", max_bytes)
+    unit = unit_of(self)
+    if unit.runtime is not None:
+        runtime = runtime_of(unit)
+        if runtime.root is not unit:
+            raise RuntimeError(_ONLY_ROOTS_LIMIT.format(runtime.root.name, unit.name))
+        keeping = [u for u in units_in(self) if u.config.keep_unsharded_storage]
+        if max_bytes is not None and keeping:
+            raise RuntimeError(_KEEPS_AND_LIMITS.format(keeping[0].name))
+        _limit(runtime, max_bytes)
+    unit.config.max_gathered_bytes = max_bytes
+
+
+def checked_budget(name: str, nbytes: object) -> None:
+    """Check a number of bytes.
+
+    Raises:
+        TypeError: if it is not an int.
+        ValueError: if it is not positive.
+    """
+    if isinstance(nbytes, bool) or not isinstance(nbytes, int):
+        raise TypeError(f"{name} must be an int or None, got {nbytes!r}")
+    if nbytes < 1:
+        raise ValueError(f"{name} must be positive, got {nbytes}")
+
+
+def _limit(runtime: Runtime, max_bytes: int | None) -> None:
+    made = None if max_bytes is None else GatherBudget(runtime, max_bytes)
+    if made is not None:
+        made.begin()  # may refuse: the limit of before stays
+    before = runtime.part(GatherBudget)
+    if before is not None:
+        runtime.remove(before)
+    if made is not None:
+        runtime.add(made)
+    else:
+        runtime.lookahead = Lookahead(runtime.streams)
+
+
+registry.add(GatherBudget)
+registry.add(_BudgetSettings())

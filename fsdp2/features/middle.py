@@ -10,34 +10,28 @@ modules of a pass: no node in the graph, no object per module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Self
 
 import torch
 from torch import nn
+from typing_extensions import override
 
-from ..common.pytree import tensors_in
+from ..common.pytree import map_tensors, tensors_in
+from ..runtime.borders import watch_base
+from ..runtime.events import TreePart, registry
+from ..runtime.hooks import UnitHooks
 from ..runtime.runtime import Runtime, runtime_of
 from ..runtime.states import State
 from ..runtime.torch_modes import is_transformed
 from ..runtime.unit import Forward, Unit
 
 
-class Borders(Protocol):
-    """What is needed of the hooks of a unit: of `hooks.UnitHooks`."""
-
-    unit: Unit
-
-    def enter_backward(self, forward: Forward, grad: object) -> None: ...
-
-    def watch_second_backward(self, grads: Iterable[torch.Tensor | None]) -> None: ...
-
-
 class Middle:
     """One pass over the modules of a unit, from its first to its last.
 
-    `Runtime` drops it whenever anything else happens in the tree: forward of another unit, a call
+    `Middles` drops it whenever anything else happens in the tree: forward of another unit, a call
     that is not skipped, backward.
 
     Attributes:
@@ -47,7 +41,7 @@ class Middle:
 
     __slots__ = ("_inputs", "_order", "_outputs", "_ran", "graph", "unit")
 
-    def __init__(self, hooks: Borders, forward: Forward | None) -> None:
+    def __init__(self, hooks: GroupHooks, forward: Forward | None) -> None:
         """
         Args:
             forward: of the first module, which stands for all of the pass; None without a graph.
@@ -62,31 +56,6 @@ class Middle:
         if forward is not None:
             self._outputs[0] = partial(_enter, self.unit, runtime, hooks, forward)
             self._inputs[0] = partial(_left, hooks)
-
-    @staticmethod
-    def begin(hooks: Borders, forward: Forward, *, differentiable: bool) -> None:
-        """A forward of the unit has ended, with all its hooks: the next may do with less.
-
-        Decided by what all ranks know, like everything that follows from it.
-        """
-        unit = hooks.unit
-        runtime = runtime_of(unit)
-        # What backward recomputes is in no order. Units around others are freed in parts, and with
-        # a budget each module may have to make room: there all hooks of all modules run.
-        if runtime.in_backward or unit.encloses or runtime.budget is not None:
-            return
-        if unit.running:
-            return  # inside another module of the unit, whose marks have to belong to one forward
-        graph = torch.is_grad_enabled()
-        # What is frozen changes in the middle of a unit, too. And a forward that backward repeats
-        # has to be noted once per module, since backward enters each of them by itself.
-        if graph is not differentiable or (not graph and unit.recomputes_all):
-            return
-        # (Two more: the last of them is not in the middle. And one that is not predicted finds the
-        # unit freed.)
-        order, place = runtime.forward_order, len(runtime.this_forward)
-        if runtime.predicted and order[place : place + 2] == [unit, unit]:
-            runtime.middle = Middle(hooks, forward if graph else None)
 
     def skips_pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> bool:
         """Begin the forward of ``module`` without its hooks; False if they have to run."""
@@ -132,14 +101,14 @@ class Middle:
         return True
 
 
-def _enter(unit: Unit, runtime: Runtime, hooks: Borders, forward: Forward, grad: object) -> None:
+def _enter(unit: Unit, runtime: Runtime, hooks: GroupHooks, forward: Forward, grad: object) -> None:
     """Backward reached the output of a module in the middle."""
     # An earlier backward that raised has left the first two as they are.
     if not (unit.backward_began and unit.state is State.UNSHARDED and runtime.will_end_backward):
         hooks.enter_backward(forward, grad)
 
 
-def _left(hooks: Borders, grad: torch.Tensor) -> None:
+def _left(hooks: GroupHooks, grad: torch.Tensor) -> None:
     """Backward left a module in the middle by its input, and ``grad`` is complete."""
     if torch.is_grad_enabled():  # with create_graph=True
         hooks.watch_second_backward((grad,))
@@ -159,12 +128,100 @@ def _mark(tensor: torch.Tensor, hooks: dict[int, Callable[..., None]]) -> None:
     tensor._backward_hooks = None
 
 
-def watch_base(base: torch.Tensor, inputs: object, enter: Callable[..., None]) -> None:
-    """Watch the node that made ``base``, of which an output is a view.
+class Middles(TreePart):
+    """Keeps the pass that forward is in, and drops it as soon as anything else happens."""
 
-    Changing the view in place rewrites its history, and the hook on it is lost.
+    runtime: Runtime
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime)
+        self.current: Middle | None = None
+
+    @override
+    @classmethod
+    def of(cls, runtime: Runtime) -> Self | None:
+        return cls(runtime) if any(map(_is_group, runtime.units)) else None
+
+    @override
+    def forward_begins(self, unit: Unit) -> None:
+        self.current = None
+
+    @override
+    def forward_ends(self, unit: Unit, forward: Forward | None) -> None:
+        hooks = unit.hooks
+        self.current = hooks.next_middle(forward) if isinstance(hooks, GroupHooks) else None
+
+    @override
+    def backward_begins(self) -> None:
+        self.current = None
+
+    @override
+    def tree_reset(self) -> None:
+        self.current = None
+
+
+class GroupHooks(UnitHooks):
+    """Hooks of a unit of several modules, which do nothing at those in the middle.
+
+    Attributes:
+        marks_all: whether those of each module do all they can, as whatever watches a step wants.
     """
-    # If the base is an input, another module made it, and backward gets there after this unit.
-    given = any(t is base or t._base is base for t in tensors_in(inputs))
-    if base.grad_fn is not None and not given:
-        base.grad_fn.register_prehook(enter)
+
+    marks_all = False
+
+    def _middle(self) -> Middle | None:
+        if self.unit.runtime is None or self._inside_method:
+            return None
+        of_tree = runtime_of(self.unit).part(Middles)
+        middle = None if of_tree is None else of_tree.current
+        return middle if middle is not None and middle.unit is self.unit else None
+
+    @override
+    def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        middle = self._middle()
+        if middle is None or not middle.skips_pre_forward(module, args, kwargs):
+            return super().pre_forward(module, args, kwargs)
+        if self._cast_input is not None:
+            args, kwargs = map_tensors(self._cast_input, (args, kwargs))
+        return args, kwargs
+
+    @override
+    def post_forward(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        middle = self._middle()
+        if middle is not None and middle.skips_post_forward((args, kwargs), output):
+            return self._cast(output)
+        return super().post_forward(module, args, kwargs, output)
+
+    def next_middle(self, forward: Forward | None) -> Middle | None:
+        """A forward of the unit has ended, with all its hooks: whether the next may do with less.
+
+        Decided by what all ranks know, like everything that follows from it.
+        """
+        unit = self.unit
+        runtime = runtime_of(unit)
+        if self.marks_all or self._is_typed:
+            return None
+        # What backward recomputes is in no order. Units around others are freed in parts, and where
+        # each module may have to make room all hooks of all modules run.
+        if runtime.in_backward or unit.encloses or runtime.lookahead.depth > 1:
+            return None
+        if unit.running:
+            return None  # inside another module of it, whose marks have to belong to one forward
+        graph = torch.is_grad_enabled()
+        # What is frozen changes in the middle of a unit, too. And a forward that backward repeats
+        # has to be noted once per module, since backward enters each of them by itself.
+        if graph is (forward is None) or (not graph and unit.recomputes_all):
+            return None
+        # (Two more: the last of them is not in the middle. And one that is not predicted finds the
+        # unit freed.)
+        order, place = runtime.forward_order, len(runtime.this_forward)
+        goes_on = runtime.predicted and order[place : place + 2] == [unit, unit]
+        return Middle(self, forward) if goes_on else None
+
+
+def _is_group(unit: Unit) -> bool:
+    return len(unit.modules) > 2
+
+
+registry.add(Middles)
+UnitHooks.kinds.append(lambda unit: GroupHooks if _is_group(unit) else None)

@@ -19,44 +19,57 @@ that compute on their shards, which backward may still read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import Self
 from weakref import WeakSet
 
-from ..comm.streams import Streams
-from ..common.steppers import Backward, Stepper, not_stepped, partly_stepped, steppers
+from typing_extensions import override
+
+from ..common.steppers import (
+    Backward,
+    Stepper,
+    call_at_first,
+    not_stepped,
+    partly_stepped,
+    steppers,
+)
+from ..runtime.events import TreePart, registry
 from ..runtime.reduction import Reduction
+from ..runtime.runtime import Runtime
 from ..runtime.unit import Unit
 from ..sharding.bucket import Bucket
 from ..sharding.param import ShardedParam
 
-
-class Tree(Protocol):
-    """What is asked of the runtime: of `runtime.Runtime`, which imports this file."""
-
-    streams: Streams
-    creates_graph: bool
-    in_backward: bool
-
-    @property
-    def ends_iteration(self) -> bool: ...
+_trees: WeakSet[Runtime] = WeakSet()
 
 
-class EarlySteps:
+class EarlySteps(TreePart):
     """The steps in backward of one tree of units."""
 
-    def __init__(self) -> None:
+    runtime: Runtime
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime)
         self._backward = Backward()
-        self._completed: dict[ShardedParam, int] = {}  # reductions launched in this backward
+        self._launched: WeakSet[Reduction] = WeakSet()  # in this backward
+        self._completed: dict[ShardedParam, int] = {}  # how many of these are complete
         self._expected: dict[ShardedParam, int] = {}  # the most of them in earlier iterations
         self._begun: dict[Unit, WeakSet[Stepper]] = {}
         self._stepped: list[Bucket] = []  # that may be freed while backward goes on
         self._dropped: set[int] = set()  # ids of parameters whose gradients nothing reads any more
 
+    @override
+    @classmethod
+    def of(cls, runtime: Runtime) -> Self | None:
+        """Where an optimizer steps in backward; see `_follow_all`."""
+        _trees.add(runtime)
+        return cls(runtime) if steppers() else None
+
     # -- in backward ------------------------------------------------------------------------
 
-    def begin_backward(self) -> None:
+    @override
+    def backward_begins(self) -> None:
         """
         Raises:
             RuntimeError: if the last one was not followed by ``step()``.
@@ -64,28 +77,29 @@ class EarlySteps:
         if self._begun and self._are_pending(list(self._begun)):
             raise not_stepped("A backward ran")
         self._backward = Backward()
+        self._launched = WeakSet()
         self._completed, self._stepped, self._dropped = {}, [], set()
 
-    def follow(self, tree: Tree, unit: Unit) -> Callable[[Reduction], None]:
-        """What to call with each reduction of ``unit`` launched now, when it is complete."""
-        return partial(self._complete, tree, unit, self._completed)
+    @override
+    def reductions_launched(self, unit: Unit, reductions: Sequence[Reduction]) -> None:
+        self._launched.update(reductions)
 
-    def _complete(
-        self, tree: Tree, unit: Unit, completed: dict[ShardedParam, int], reduction: Reduction
-    ) -> None:
-        bucket = reduction.bucket
+    @override
+    def reduction_completed(self, unit: Unit, reduction: Reduction) -> None:
+        if reduction not in self._launched:
+            return  # of an earlier backward: how many this one adds is not known
+        runtime, bucket, completed = self.runtime, reduction.bucket, self._completed
         params = [bucket.params[i] for i in reduction.plan.present]
         for param in params:
             completed[param] = completed.get(param, 0) + 1
-        # Of an earlier backward: how many this one adds is not known.
-        if completed is not self._completed or reduction.waits:
+        if reduction.waits:
             return
         if self._stepped:
             self._free_gradients()
         if bucket.shard_device.type != "cpu" or bucket.aliases_shards:
             return
         # (Without sync, more is to come: such a backward reduces with `set_accumulate_sharded`.)
-        if not (tree.ends_iteration and unit.config.sync_grads) or tree.creates_graph:
+        if not (runtime.ends_iteration and unit.config.sync_grads) or runtime.creates_graph:
             return
         if unit.awaits_backward or unit.gradients.deferred.groups:
             return
@@ -93,7 +107,7 @@ class EarlySteps:
         if not final:
             return
         sharded, names = [p.sharded for p in final], [p.fqn for p in final]
-        wait = partial(reduction.wait_on_host, tree.streams)
+        wait = partial(reduction.wait_on_host, runtime.streams)
         for steps in steppers():
             if steps.begin(sharded, names, wait, self._backward):
                 self._begun.setdefault(unit, WeakSet()).add(steps)
@@ -111,7 +125,8 @@ class EarlySteps:
                 bucket.release_gradients(attached=True)
         self._stepped = [b for b in self._stepped if b.grads is not None and not b.grads.is_free]
 
-    def end_iteration(self) -> None:
+    @override
+    def iteration_ends(self) -> None:
         """All gradients are there."""
         self._free_gradients()
         for param, count in self._completed.items():
@@ -129,37 +144,38 @@ class EarlySteps:
             self._begun.pop(unit, None)
         return False
 
-    def check_forward(self) -> None:
+    @override
+    def root_forward_begins(self) -> None:
         """Raises RuntimeError if a forward would compute with some parameters of the next step."""
         if self._begun and self._are_pending(list(self._begun)):
             raise not_stepped("A forward ran")
 
-    def check_gather(self, unit: Unit) -> None:
+    @override
+    def gather_requested(self, unit: Unit) -> None:
         """Raises RuntimeError if ``unit`` was stepped, in a backward or iteration that goes on."""
         if unit in self._begun and self._are_pending([unit]):
             raise not_stepped(f"Unit '{unit.name}' was gathered")
 
-    def check_read(self, unit: Unit, what: str) -> None:
-        """Raises RuntimeError if ``unit`` or others were stepped, and more may have to be.
-
-        Args:
-            what: is about to be done with it: "saved", "copied".
-        """
+    @override
+    def before_shards_read(self, unit: Unit, what: str) -> None:
+        """Raises RuntimeError if ``unit`` or others were stepped, and more may have to be."""
         if self._begun and self._are_pending(list(self._begun)):
             raise not_stepped(f"Unit '{unit.name}' was {what}")
 
-    def before_load(self, tree: Tree) -> None:
+    @override
+    def before_shards_written(self, unit: Unit) -> None:
         """Values are about to be loaded: wait for what was stepped by a backward that raised.
 
         Raises:
             RuntimeError: if the backward is over, and ``step()`` was not called.
         """
-        if tree.in_backward:
-            self.abandon()  # what it has stepped is replaced
+        if self.runtime.in_backward:
+            self.backward_abandoned()  # what it has stepped is replaced
         elif self._begun and self._are_pending(list(self._begun)):
             raise not_stepped("Values were loaded")
 
-    def abandon(self) -> RuntimeError | None:
+    @override
+    def backward_abandoned(self) -> RuntimeError | None:
         """After a backward that raised: wait for threads; returns what to raise, if any stepped."""
         begun = {steps for found in self._begun.values() for steps in found}
         self._begun.clear()
@@ -167,3 +183,15 @@ class EarlySteps:
         names = [name for steps in begun for name in steps.abandon(self._backward)]
         self._expected, self._completed = {}, {}
         return partly_stepped(names) if names else None
+
+
+def _follow_all() -> None:
+    """The first optimizer steps in backward: from now on trees follow their steps."""
+    # Not before: who has no such optimizer pays nothing at gathers and reductions.
+    for runtime in list(_trees):
+        if runtime.part(EarlySteps) is None:
+            runtime.add(EarlySteps(runtime))
+
+
+call_at_first(_follow_all)
+registry.add(EarlySteps)

@@ -1,13 +1,10 @@
-"""Writes to parameters that would be lost: to the wrapper of a shard, or to what is freed soon."""
+"""Writes to sharded parameters that would be lost: to the wrapper of a shard."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Sequence
-from weakref import ref
+from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from ..sharding.param import ShardedParam
 
@@ -92,40 +89,4 @@ class LostWrites:
                 "inside a DTensor: the parameter is unchanged. To write to it: "
                 f"model.load_state_dict({{'{lost[0].fqn}': whole}}, strict=False) takes whole "
                 "tensors, `param.copy_(dtensor)` under torch.no_grad() a DTensor of the same shape"
-            )
-
-
-class GatheredWrites:
-    """Finds writes in place to the unsharded parameters of a unit, which are lost when it is freed.
-
-    Code that worked in one process writes like this: an initialization between ``unshard()`` and
-    ``reshard()``, or ``nn.Embedding(max_norm=...)`` in forward. A warning and no error: such an
-    embedding computes what it should, since it renormalizes again in every forward.
-    """
-
-    def __init__(self) -> None:
-        self._noted: dict[str, tuple[ref[nn.Parameter], int]] = {}
-
-    def look(self, params: Iterable[ShardedParam], unit_name: str) -> None:
-        """Warn of writes since the last look."""
-        written = []
-        for param in params:
-            unsharded = param.unsharded
-            if unsharded is None:
-                continue
-            # Gathers write to the storage, which moves no version counter.
-            version = unsharded._version
-            before = self._noted.get(param.fqn)
-            if before is not None and before[0]() is unsharded and before[1] != version:
-                written.append(param.fqn)
-            self._noted[param.fqn] = ref(unsharded), version
-        if written:
-            more = f" and {len(written) - 1} more" if len(written) > 1 else ""
-            warnings.warn(
-                f"Parameter '{written[0]}'{more} of unit '{unit_name}' was written while gathered. "
-                "The gathered copy is freed, so the write is lost; the sharded parameter is "
-                "unchanged. Write to that: outside of forward, without unshard(), "
-                f"`param.copy_(dtensor)` under torch.no_grad(), or "
-                f"model.load_state_dict({{'{written[0]}': whole}}, strict=False)",
-                stacklevel=4,
             )

@@ -21,15 +21,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Self
 from weakref import WeakSet
 
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from typing_extensions import override
 
 from ..dtensor.block_shard import is_block_shard
 from ..features.early_free.freed_params import FreedParameterProxy
+from ..runtime.events import TreePart, UnitPart, registry
+from ..runtime.runtime import Runtime
 from ..runtime.torch_modes import skip_compile
 from ..runtime.unit import ORIGINS, TreeRuntime, Unit
 from ..sharding.param import ShardedParam, managed_param, param_gathered_as
@@ -185,3 +188,25 @@ def _check_flattening(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                     'shard_model(model, strategy="none"), or leave such parameters replicated: '
                     "shard_placement_fn=lambda param: Replicate()"
                 )
+
+
+class _OptimizerChecks(TreePart):
+    """Installs what a tree that is about to train needs; nothing is heard of its steps."""
+
+    @override
+    @classmethod
+    def of(cls, runtime: Runtime) -> Self | None:
+        watch_originals(runtime.units)
+        watch_quantized()
+        follow_optimizers(runtime)
+        return None
+
+
+class _FlatteningChecks(UnitPart):
+    @override
+    def sharded(self, unit: Unit) -> None:
+        watch_flattening(unit.params)
+
+
+registry.add(_OptimizerChecks)
+registry.add(_FlatteningChecks())

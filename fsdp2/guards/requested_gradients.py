@@ -17,7 +17,10 @@ import torch
 import torch.autograd
 from torch import nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
+from ..runtime.events import UnitPart, registry
+from ..runtime.unit import Unit
 from ..sharding.param import ShardedParam, managed_param
 
 _Found = list[tuple[ShardedParam, nn.Parameter]]  # with the unsharded ones
@@ -97,3 +100,12 @@ def _grad(run: Any, params: _Found, args: tuple[Any, ...], kwargs: dict[str, Any
             "allow_unused=True if this is the desired behavior."
         )
     return grads[:num_inputs]
+
+
+class _LooksAtRequests(UnitPart):
+    @override
+    def sharded(self, unit: Unit) -> None:
+        look_at_requests()
+
+
+registry.add(_LooksAtRequests())

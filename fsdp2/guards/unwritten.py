@@ -13,13 +13,18 @@ the device for the whole model. Later steps do nothing.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
+from ..runtime.events import TreePart, UnitPart, registry
+from ..runtime.runtime import Runtime, runtime_of
+from ..runtime.unit import Unit
 from ..sharding.param import ShardedParam
 from .samples import bits_of
 
@@ -165,3 +170,59 @@ def check_meta_buffers(root: nn.Module) -> None:
             "checkpoints do not hold non-persistent buffers: compute them with "
             "fsdp2.materialize(model, parameters=False), which calls model.init_weights()"
         )
+
+
+def marks_of(unit: Unit) -> list[Mark]:
+    """What ``to_empty`` made in ``unit``, until the next gather."""
+    # A parameter may have left the unit since.
+    return [m for m in unit.of_parts.get(Mark, ()) if m.param is None or m.param in unit.params]
+
+
+class _Marks(UnitPart):
+    """Follows what ``to_empty`` makes."""
+
+    def __init__(self) -> None:
+        self._to_be_made: dict[Unit, list[Mark]] = {}  # of modules on the stack of `_apply`
+
+    @override
+    def before_apply(self, unit: Unit, fn: object, modules: Iterable[nn.Module]) -> None:
+        self._to_be_made[unit] = to_be_made(fn, modules, unit.params)
+
+    @override
+    def after_apply(self, unit: Unit) -> None:
+        made = write_pattern(self._to_be_made.pop(unit))
+        if made:
+            unit.of_parts.setdefault(Mark, []).extend(made)
+            if unit.runtime is not None and runtime_of(unit).part(Unwritten) is None:
+                runtime_of(unit).add(Unwritten(runtime_of(unit)))
+
+    @override
+    def merged(self, unit: Unit, former: Sequence[Unit]) -> None:
+        if marks := [mark for each in former for mark in each.of_parts.pop(Mark, ())]:
+            unit.of_parts[Mark] = marks
+
+
+class Unwritten(TreePart):
+    """Looks at the marks before the first gather."""
+
+    runtime: Runtime
+
+    @override
+    @classmethod
+    def of(cls, runtime: Runtime) -> Self | None:
+        # An error before any rank waits in a collective.
+        check_meta_buffers(runtime.root.modules[0])
+        return cls(runtime) if any(Mark in unit.of_parts for unit in runtime.units) else None
+
+    @override
+    def before_gather(self, unit: Unit) -> None:
+        self.runtime.remove(self)
+        units = self.runtime.units
+        marks = [mark for each in units for mark in marks_of(each)]
+        for each in units:
+            each.of_parts.pop(Mark, None)
+        warn_of_unwritten(self.runtime.root.modules[0], marks)
+
+
+registry.add(_Marks())
+registry.add(Unwritten)

@@ -16,6 +16,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from ..common.pytree import tensors_in
 from .unit_grads import will_run
 
 Grads = Sequence[torch.Tensor | None]
@@ -81,6 +82,17 @@ def mark(marks: Marks, tensor: torch.Tensor, crossing: Crossing) -> torch.Tensor
     crossing.add(marked.grad_fn)
     marks[id(marked)] = marked.grad_fn, crossing
     return marked
+
+
+def watch_base(base: torch.Tensor, inputs: object, enter: Callable[..., None]) -> None:
+    """Watch the node that made ``base``, of which an output is a view.
+
+    Changing the view in place rewrites its history, and the hook on it is lost.
+    """
+    # If the base is an input, another module made it, and backward gets there after this unit.
+    given = any(t is base or t._base is base for t in tensors_in(inputs))
+    if base.grad_fn is not None and not given:
+        base.grad_fn.register_prehook(enter)
 
 
 class Border(torch.autograd.Function):

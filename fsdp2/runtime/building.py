@@ -14,14 +14,10 @@ import torch
 from torch import nn
 
 from ..comm.streams import streams_for
-from ..dtensor.memory import asked_side_by_side
 from ..features.functional_call import in_functional_call
-from ..features.side_by_side.units import place_side_by_side
-from ..guards.optimizer_checks import follow_optimizers, watch_originals, watch_quantized
-from ..guards.rank_agreement.first_forward import FirstForward
-from ..guards.unwritten import check_meta_buffers
 from ..policy import param_dtype_of
 from ..sharding.param import ShardedParam, managed_as
+from .events import registry
 from .registration import put
 from .runtime import Runtime, runtime_of
 from .unit import ORIGINS, Unit, modules_outside, unit_holding, unit_of, units_in
@@ -38,8 +34,8 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     units = units_in(root_module)
     root = unit_of(root_module)
     name_units(root_module, units)
-    _check_finalization(root, units)
-    _check_budget(root, units)
+    for ask in registry.on.before_tree:
+        ask(root_module, root, units)
     borrows = in_functional_call()
     if borrows:
         _check_nothing_gathered(root, units)
@@ -67,22 +63,17 @@ def build_runtime(root_module: nn.Module) -> Runtime:
             other.modules[0] in members[unit] for other in units if other is not unit
         )
         unit.choose_reshard(is_root=unit is root)
-    if asked := asked_side_by_side():
-        place_side_by_side(units, asked)
+    for tell in registry.on.before_materialize:
+        tell(units)
     # All units now, not each before its own first gather: message tags are handed out here, in the
     # order of the tree, which ranks share even if their first forwards run other units (experts).
-    # And what is still on the meta device is an error before any rank waits in a collective.
     for unit in units:
         unit.materialize(streams_for(unit.device))
-    check_meta_buffers(root_module)
     runtime = Runtime(root, units, root.device)
     for unit in units:
         unit.runtime = runtime
-    runtime.choose_cached()
-    runtime.first_forward = FirstForward.of(root_module, units)
-    watch_originals(units)
-    watch_quantized()
-    follow_optimizers(runtime)
+    for tell_planned in runtime.on.planned:
+        tell_planned(root)
     # The forward that begins compares what modules hold with what they should: that is how it
     # learns of what functional_call lends it.
     put(given if borrows else ())
@@ -109,37 +100,6 @@ def _forward_gradients(unit: Unit) -> None:
             param.unsharded.register_post_accumulate_grad_hook(hook)
 
 
-def _check_finalization(root: Unit, units: list[Unit]) -> None:
-    """Only a root ends iterations, and nothing may begin while reductions are pending.
-
-    Raises:
-        RuntimeError: if a unit other than ``root`` has manual finalization, or a handle of an
-            asynchronous finalization was not waited for.
-    """
-    for unit in units:
-        if unit.runtime is not None:
-            runtime_of(unit).finalization.check_forward()
-        if unit is not root and unit.config.manual_finalization:
-            raise RuntimeError(
-                "set_manual_backward_finalization must be called on the root FSDP module "
-                f"'{root.name}', not on '{unit.name}'"
-            )
-
-
-def _check_budget(root: Unit, units: list[Unit]) -> None:
-    """Only a root limits what is gathered, and everything gathered can be freed.
-
-    Raises:
-        RuntimeError: if a unit other than ``root`` has a limit, or if there is one and a unit keeps
-            its memory when it is freed.
-    """
-    for unit in units:
-        if unit is not root and unit.config.max_gathered_bytes is not None:
-            raise RuntimeError(ONLY_ROOTS_LIMIT.format(root.name, unit.name))
-        if root.config.max_gathered_bytes is not None and unit.config.keep_unsharded_storage:
-            raise RuntimeError(KEEPS_AND_LIMITS.format(unit.name))
-
-
 def _check_nothing_gathered(root: Unit, units: list[Unit]) -> None:
     """The first forward of a tree inside functional_call finds sharded parameters.
 
@@ -155,16 +115,6 @@ def _check_nothing_gathered(root: Unit, units: list[Unit]) -> None:
                 f"unit '{unit.name}' is still gathered after a forward of its own. Call reshard() "
                 f"on that module before, or run '{root.name}' once without functional_call"
             )
-
-
-ONLY_ROOTS_LIMIT = (
-    "set_max_gathered_bytes must be called on the root FSDP module '{}', not on '{}': call it with "
-    "None there"
-)
-KEEPS_AND_LIMITS = (
-    "Unit '{}' keeps the memory of gathered parameters when they are freed "
-    "(set_keep_unsharded_storage), so max_gathered_bytes cannot limit it: use one of the two"
-)
 
 
 def name_units(root_module: nn.Module, units: Iterable[Unit]) -> None:

@@ -1,4 +1,5 @@
-"""Which forwards still have a backward to come, and what ran before each of them.
+"""Which forwards still have a backward to come, what ran before each of them, and what is gathered
+ahead for it.
 
 Backward may run at any time and in pieces: inside the loss, inside another forward, for inputs now
 and for weights later, for one micro-batch while others wait. So the number of backwards says
@@ -12,27 +13,19 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 from types import FrameType
-from typing import Protocol
 
 from torch import nn
 
+from ..comm.streams import Streams
+from .states import RESHARDED
 from .unit import Forward, Unit, is_awaited
 
 _METHODS = __package__ + ".hooks"  # the file with the function that calls registered methods
 # Forwards without a graph that are remembered; more of them are never recomputed.
 MAX_UNGRAPHED = 4096
 MIN_FORWARDS = 8  # of a unit, before those that are over are looked for
-
-
-class Pass(Protocol):
-    """What the runtime keeps of a pass over the modules of one unit: a `middle.Middle`."""
-
-    unit: Unit
-
-    def skips_pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> bool: ...
-
-    def skips_post_forward(self, inputs: object, output: object) -> bool: ...
 
 
 class Forwards:
@@ -140,6 +133,36 @@ class Forwards:
             if not forward.entered:
                 forward.unit.recomputes_all = False
         self._ungraphed.clear()
+
+
+class Lookahead:
+    """One unit ahead, in the order of the last forward and in the reverse of this one's.
+
+    All ranks have to gather alike, so what is chosen follows from program order and settings.
+
+    Attributes:
+        depth: how many units of the expected order a forward offers to `gather`.
+    """
+
+    depth = 1
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+
+    def gather(self, units: Iterable[Unit]) -> None:
+        """Start the gathers of ``units``, which are expected in this order."""
+        for unit in units:
+            if unit.state in RESHARDED:
+                unit.start_unshard(self._streams)
+
+    def in_backward(self, entered: Forward | None, before: Unit | None) -> None:
+        """Backward has reached ``entered`` for the first time; None: a forward it does not know.
+
+        Args:
+            before: the unit that it is expected to reach next.
+        """
+        if before is not None and before.config.unshard_in_backward:
+            self.gather((before,))
 
 
 def modules_being_called() -> Counter[nn.Module]:

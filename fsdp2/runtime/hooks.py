@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -23,8 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..common.pytree import cast_floating, map_tensors, tensors_in
 from ..dtensor.placement import own_part
-from ..features.middle import Middle, watch_base
-from .borders import Border, Crossing, Entrance, TransformedBorder, mark
+from .borders import Border, Crossing, Entrance, TransformedBorder, mark, watch_base
 from .building import build_runtime
 from .registration import ModulesChanged
 from .runtime import runtime_of
@@ -42,14 +41,17 @@ def is_wrapped(method: object, owner: nn.Module) -> bool:
 
 
 class UnitHooks:
-    """Hooks of one unit, registered on its modules.
+    """Hooks of one unit, registered on its modules."""
 
-    Attributes:
-        marks_all: whether those of each module do all they can, as whatever watches a step wants.
-            Otherwise those in the middle of a unit do not: see `Middle`.
-    """
+    # What is asked for hooks of another class, one after the other: see `made_for`.
+    kinds: ClassVar[list[Callable[[Unit], type[UnitHooks] | None]]] = []
 
-    marks_all = False
+    @staticmethod
+    def made_for(unit: Unit) -> UnitHooks:
+        """The hooks of ``unit``, which become its attribute ``hooks``."""
+        found = (kind(unit) for kind in UnitHooks.kinds)
+        made = unit.hooks = next(filter(None, found), UnitHooks)(unit)
+        return made
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
@@ -121,15 +123,6 @@ class UnitHooks:
     def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if self._inside_method:
             return self._cast_inputs(args, kwargs)
-        middle = None if self.unit.runtime is None else runtime_of(self.unit).middle
-        if (
-            middle is not None
-            and middle.unit is self.unit
-            and middle.skips_pre_forward(module, args, kwargs)
-        ):
-            if self._cast_input is not None:
-                args, kwargs = map_tensors(self._cast_input, (args, kwargs))
-            return args, kwargs
         outside_torch_modes(self._gather, module)
         # Inside the modes again: making overrides whole and casting inputs is part of the user's
         # computation, which transforms and autograd have to see.
@@ -182,16 +175,8 @@ class UnitHooks:
                 made = self.post_forward(module, args, kwargs, output)
             return _with_types(checker, output, made)
         if self._inside_method:
-            return output if self._cast_output is None else map_tensors(self._cast_output, output)
+            return self._cast(output)
         unit = self.unit
-        runtime = runtime_of(unit)
-        middle = runtime.middle
-        if (
-            middle is not None
-            and middle.unit is unit
-            and middle.skips_post_forward((args, kwargs), output)
-        ):
-            return output if self._cast_output is None else map_tensors(self._cast_output, output)
         differentiable = False
         forward = Forward(unit)
         enter = functools.partial(self.enter_backward, forward)
@@ -210,10 +195,11 @@ class UnitHooks:
                     if tensor._base is not None:
                         watch_base(tensor._base, (args, kwargs), enter)
         outside_torch_modes(
-            runtime.post_forward, unit, differentiable=differentiable, forward=forward
+            runtime_of(unit).post_forward, unit, differentiable=differentiable, forward=forward
         )
-        if len(unit.modules) > 2 and not self.marks_all:
-            Middle.begin(self, forward, differentiable=differentiable)
+        return output if self._cast_output is None else self._cast(output)
+
+    def _cast(self, output: Any) -> Any:
         return output if self._cast_output is None else map_tensors(self._cast_output, output)
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -392,8 +378,8 @@ def about_to_write(unit: Unit) -> None:
     """Reshard ``unit``, whose sharded parameters are about to be loaded."""
     if unit.runtime is not None:
         runtime = runtime_of(unit)
-        if runtime.early_steps is not None:
-            runtime.early_steps.before_load(runtime)
+        for ask in runtime.on.before_shards_written:
+            ask(unit)
         runtime.reshard(unit)  # what was gathered is about to be out of date
         # The load comes after the optimizer step that the event marks: with it, the next gather
         # would read the shards before they are written.
@@ -453,9 +439,9 @@ class StateDictHooks:
         module.register_load_state_dict_post_hook(self.after_load)
 
     def before_save(self, module: nn.Module, *_: Any) -> None:
-        runtime = self.unit.runtime
-        if runtime is not None and runtime.early_steps is not None:
-            runtime.early_steps.check_read(self.unit, "saved")
+        if self.unit.runtime is not None:
+            for ask in runtime_of(self.unit).on.before_shards_read:
+                ask(self.unit, "saved")
         # The hooks of all modules of a unit run in turns: looking at all of its parameters in each
         # would take time with the square of their number (a second for a model in one unit).
         if self.unit.registration.shows_sharded(module):

@@ -17,11 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from ..comm.mesh_transports import CommOptions, MeshTransports, make_groups
 from ..comm.transports import give_back_tags, take_tags
-from ..features.frozen_cache import mixes_frozen
+from ..dtensor.from_local import local_of
 from ..features.tensor_subclasses.extension import MAX_TENSORS, ExtensionBucket
 from ..features.tensor_subclasses.tensor_subclass import inner_tensors
-from ..guards.rank_agreement.initial_values import InitialValues, whole_of
-from ..guards.unwritten import Mark
 from ..policy import MixedPrecisionPolicy, OffloadBeyond, hops_of, param_dtype_of, sum_dtype
 from ..sharding.bucket import Bucket, SecondaryShards
 from ..sharding.layout import Slot
@@ -92,8 +90,6 @@ class ParamGroup:
         self.shown: list[nn.Parameter] = []
         self.trains: tuple[bool, ...] = ()
         self.dirty = False
-        self.unwritten: list[Mark] = []  # what `to_empty` made, until the next gather
-        self.initial: InitialValues | None = None  # what was sharded, until the first forward
         self.materialized = False
         self.num_plans = 0
         self.incomplete = False
@@ -126,11 +122,10 @@ class ParamGroup:
             # to another device has to be another object.
             self._config.offload_policy = self._config.offload_policy.for_unit(self._stored_bytes())
             self.make_buckets()
-        # Before the cut: afterwards no rank has whole parameters to compare with those of others.
-        initial = InitialValues(params)
         for bucket in self.buckets:
-            bucket.shard_from([whole_of(p) for p in bucket.params], whole=True)
-        self.initial = initial.of_shards()
+            # Apart from tensor parallelism they are whole.
+            whole = [local_of(param.sharded.detach()) for param in bucket.params]
+            bucket.shard_from(whole, whole=True)
         self.register_sharded()
 
     def _stored_bytes(self) -> int:
@@ -175,7 +170,6 @@ class ParamGroup:
     def forget(self, param: ShardedParam) -> None:
         """Drop a parameter that no module has any more."""
         self.params.remove(param)
-        self.unwritten = [mark for mark in self.unwritten if mark.param is not param]
 
     def adopt_replaced(
         self, adopted: dict[nn.Parameter, ShardedParam], *, keep_objects: bool = True
@@ -440,7 +434,7 @@ class ParamGroup:
     def settle(self) -> None:
         """Plan again what users have changed since the buckets were made."""
         self.note_grad_dtypes()
-        if self.dirty or mixes_frozen(self.buckets):
+        if self.dirty or _mixes_frozen(self.buckets):
             self.reshard_storage()
 
     def materialize(self, *, secondary_size: bool | int, split: bool) -> None:
@@ -643,3 +637,12 @@ def _policy_for(param: ShardedParam, policy: MixedPrecisionPolicy) -> MixedPreci
     if param.param_dtype == policy.param_dtype:
         return policy
     return replace(policy, param_dtype=param.param_dtype)
+
+
+def _mixes_frozen(buckets: Sequence[Bucket]) -> bool:
+    """Whether a bucket has frozen and trained parameters: some were frozen or thawed since."""
+    # Buckets that are planned anew lose the sums that wait in them for an all-reduce.
+    if any(bucket.partial_present for bucket in buckets):
+        return False
+    kinds = ({p.sharded.requires_grad for p in bucket.params} for bucket in buckets)
+    return any(len(kind) > 1 for kind in kinds)

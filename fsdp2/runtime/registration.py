@@ -19,7 +19,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..common.classes import original_class
-from ..features.early_free.freed_params import FreedParameterProxy
 from ..features.functional_call import fits, in_functional_call, whole_of
 from ..guards.lost_writes import LostWrites, address_of
 from ..sharding.param import ShardedParam
@@ -53,6 +52,12 @@ class ModulesChanged(Exception):
     """Before a forward: the modules hold other parameters than they were made to hold."""
 
 
+def _stands_in(given: object) -> bool:
+    """Whether ``given`` is of a class for `Registration.register_stand_in`."""
+    # Not by the tensors in use: `torch.func.functional_call` puts back one that it has found.
+    return getattr(type(given), "stands_in", False)
+
+
 def put(given: Iterable[Given]) -> None:
     """Put back what others have registered, after something else has taken it away."""
     for parameters, name, value in given:
@@ -83,7 +88,7 @@ class Registration:
         self.registered = "sharded"
         self.overrides: list[tuple[ShardedParam, torch.Tensor]] = []
         self.registered_before = ""
-        self._proxies: list[tuple[ShardedParam, FreedParameterProxy]] = []
+        self._stand_ins: list[tuple[ShardedParam, torch.Tensor]] = []
         self._params: Sequence[ShardedParam] = ()
         self._fast: dict[str, list[tuple[dict[str, Any], str, nn.Parameter]]] = {}
         self._expected: dict[str, _Columns] = {}  # the same, by column
@@ -154,8 +159,8 @@ class Registration:
         if guards_on != self._guards_are_on and (guards_on or for_forward):
             self._switch_guards(guards_on)
         # The assignments above have replaced them in the modules.
-        if self._proxies:
-            self._proxies.clear()
+        if self._stand_ins:
+            self._stand_ins.clear()
         if self._lent:
             self._keep_lent()
 
@@ -185,8 +190,7 @@ class Registration:
         # own parameters back itself.
         if self.overrides:
             self.overrides = []
-        # By identity and in C, below a microsecond for ten parameters. Proxies are in the modules
-        # in place of the parameters that were freed early: then there is nothing to compare with.
+        # By identity and in C, below a microsecond for ten parameters.
         dicts, names, values = self._expected[self.registered]
         if all(map(is_, map(dict.get, dicts, names), values)):
             return
@@ -200,7 +204,7 @@ class Registration:
         """Whether the modules hold what they were last made to hold."""
         dicts, names, values = self._expected[self.registered]
         return all(map(is_, map(dict.get, dicts, names), values)) or all(
-            given is own or type(given) is FreedParameterProxy
+            given is own or _stands_in(given)
             for given, own in zip(map(dict.get, dicts, names), values, strict=True)
         )
 
@@ -209,8 +213,7 @@ class Registration:
         return [
             (dictionary, name, given)
             for dictionary, name, own in zip(*self._expected[self.registered], strict=True)
-            if (given := dictionary.get(name, own)) is not own
-            and type(given) is not FreedParameterProxy
+            if (given := dictionary.get(name, own)) is not own and not _stands_in(given)
         ]
 
     def _split_columns(self) -> dict[nn.Module, _Columns]:
@@ -238,7 +241,7 @@ class Registration:
 
         False may also mean that only a look at the whole unit can tell.
         """
-        if self.registered != "sharded" or self._proxies:
+        if self.registered != "sharded" or self._stand_ins:
             return False
         if self._by_module is None:  # most units are planned many times before a state dict
             self._by_module = {}
@@ -256,8 +259,7 @@ class Registration:
 
     def _check_param(self, param: ShardedParam, shown: nn.Parameter) -> None:
         given = [module._parameters.get(name) for module, name in param.owners]
-        stand_in = FreedParameterProxy
-        changed = [i for i, v in enumerate(given) if v is not shown and type(v) is not stand_in]
+        changed = [i for i, v in enumerate(given) if v is not shown and not _stands_in(v)]
         if not changed:
             return
         first = given[0]
@@ -323,16 +325,20 @@ class Registration:
             for hooks in self._guarded:
                 hooks.pop(GUARD, None)
 
-    def register_proxy(self, param: ShardedParam, stand_in: FreedParameterProxy) -> None:
-        """Make the modules hold a stand-in for a parameter freed early, until `register`."""
-        self._proxies.append((param, stand_in))
+    def register_stand_in(self, param: ShardedParam, stand_in: torch.Tensor) -> None:
+        """Make the modules hold ``stand_in`` for a parameter, until `register`.
+
+        Args:
+            stand_in: of a class with an attribute ``stands_in = True``.
+        """
+        self._stand_ins.append((param, stand_in))
         for module, name in param.owners:
             module._parameters[name] = stand_in  # type: ignore[assignment]
 
     @contextmanager
     def showing_sharded(self) -> Iterator[None]:
         """Context in which the modules hold sharded parameters, for ``state_dict`` and copies."""
-        before, released = self.registered, list(self._proxies)
+        before, released = self.registered, list(self._stand_ins)
         given = self.given_by_others()  # shown as well, until the next forward follows it
         self.register("sharded")
         put(given)
@@ -342,7 +348,7 @@ class Registration:
             self.register(before)
             put(given)
             for item in released:
-                self.register_proxy(*item)
+                self.register_stand_in(*item)
 
     def __deepcopy__(self, memo: dict) -> Registration:
         unit_type = original_class(type(self.unit_modules[0])).__name__

@@ -9,9 +9,10 @@ in this one, and the reverse of this forward what to gather next in backward.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -19,18 +20,12 @@ from torch.autograd import Variable
 
 from ..comm.streams import Event, Streams, streams_for
 from ..common.failures import accumulation_lost, parameters_are_gone
-from ..common.steppers import registered as registered_steppers
-from ..features.finalization import Finalization
-from ..features.frozen_cache import choose_cached
 from ..features.functional_call import in_functional_call
-from ..features.gather_budget import MAX_AHEAD, GatherBudget, units_before
 from ..features.partial_gradients import run_deferred
-from ..features.steps_in_backward import EarlySteps
-from ..guards.rank_agreement.first_forward import FirstForward
-from ..guards.unwritten import warn_of_unwritten
-from .forwards import Forwards, Pass, modules_being_called
+from .events import TreeEvents, TreePart, registry
+from .forwards import Forwards, Lookahead, modules_being_called
 from .param_group import requires_grad_of
-from .reduction import ReductionsInFlight
+from .reduction import Reduction, ReductionsInFlight
 from .registration import ModulesChanged, put
 from .states import GATHERED, RESHARDED, AfterForward, State
 from .torch_modes import NOT_TRACED, autograd_is_running, outside_torch_modes
@@ -40,6 +35,8 @@ from .unit import Forward, Unit
 # On host-ordered devices little overlaps, and memory counts more.
 UNITS_IN_FLIGHT = 2
 UNITS_IN_FLIGHT_ON_HOST = 1
+
+_Part = TypeVar("_Part", bound=TreePart)
 
 
 class Runtime:
@@ -52,13 +49,16 @@ class Runtime:
         creates_graph: whether the last backward was called with ``create_graph=True``: a second one
             may go through it, and reads the weights again.
         is_last_backward: whether the end of the next backward waits for the reductions.
-        finalization: whether the caller ends the iteration instead.
-        first_forward: what ranks compare before the first forward; None: nothing (any more).
+        held_open: whether an iteration goes on after its backwards: gradients that no hook has
+            reduced stay where they are.
+        in_iteration: whether a backward has begun whose iteration has not ended.
         forwards: forwards that backward may still reach.
-        budget: the limit on gathered bytes, if there is one.
+        lookahead: what is gathered before it is needed.
         computed_on: the stream of the last backward, on which it ends; of devices that have some.
-        early_steps: what was stepped in backward; None where no optimizer does that.
+        on: what parts of the library hear of this tree.
     """
+
+    kinds_of_parts: Sequence[type[TreePart]] = registry.tree_parts  # that may follow a tree
 
     def __init__(self, root: Unit, units: Sequence[Unit], device: torch.device) -> None:
         self.root = root
@@ -72,9 +72,8 @@ class Runtime:
         self.reductions = ReductionsInFlight(num_units * max(blocks, default=_largest_bytes(root)))
         self._offloads = any(unit.config.offload for unit in units)
         self.is_last_backward = True
-        self.finalization = Finalization(root.config.manual_finalization)
-        self.early_steps: EarlySteps | None = None
-        self.first_forward: FirstForward | None = None
+        self.held_open = False
+        self.in_iteration = False
         self.optimizer_event: Event = None
         # Forward: the unit whose forward is the outermost now, and the order of units' forwards.
         self.forward_root: Unit | None = None
@@ -89,15 +88,33 @@ class Runtime:
         self._accumulates = False  # whether this backward accumulates gradients of any unit
         self._end: weakref.ref[object] = weakref.ref(self)  # dead once a backward is over or raised
         self.creates_graph = False
-        self._num_forwards = self.num_backwards = 0
+        self.num_backwards = 0
         self.forwards = Forwards()
         self._carried_unit: Unit | None = None
         self._kept_unit: Unit | None = None  # as it was expected to run again at once
-        self._entered: Forward | None = None  # that backward reached last; with a budget
-        self.limit_gathered(root.config.max_gathered_bytes)
         self._borrows = False  # whether this forward is inside `torch.func.functional_call`
-        # Of the unit between two of whose modules forward is. Whatever happens here ends it.
-        self.middle: Pass | None = None
+        self.lookahead = Lookahead(self.streams)
+        self._parts: list[TreePart] = []
+        self.on = TreeEvents(TreePart, ())
+        for kind in self.kinds_of_parts:
+            if (part := kind.of(self)) is not None:
+                self.add(part)
+
+    # -- parts ------------------------------------------------------------------------------
+
+    def part(self, kind: type[_Part]) -> _Part | None:
+        """The part of this class, if it follows this tree."""
+        return next((part for part in self._parts if isinstance(part, kind)), None)
+
+    def add(self, part: TreePart) -> None:
+        """Let ``part`` hear of this tree from the next event on, at its place in the registry."""
+        self._parts = sorted([*self._parts, part], key=registry.place_of)
+        self.on = TreeEvents(TreePart, self._parts)
+
+    def remove(self, part: TreePart) -> None:
+        """Tell ``part`` nothing any more."""
+        self._parts = [each for each in self._parts if each is not part]
+        self.on = TreeEvents(TreePart, self._parts)
 
     # -- forward ----------------------------------------------------------------------------
 
@@ -110,7 +127,8 @@ class Runtime:
         Raises:
             ModulesChanged: if another runtime has to be built first.
         """
-        self.middle = None
+        for tell in self.on.forward_begins:
+            tell(unit)
         # Autograd calls nothing at the end of a backward that raised, so the first moment at which
         # that can be seen is now.
         backward_raised = self.in_backward and not autograd_is_running()
@@ -135,15 +153,17 @@ class Runtime:
         self.this_forward.append(unit)
         by_hand = unit.forward_prefetch
         if by_hand:
-            self._prefetch(by_hand)
+            self.lookahead.gather(by_hand)
             return
         if self.predicted:
             if position < len(order) and order[position] is unit:
-                self._prefetch(order[position + 1 : position + 1 + self._ahead])
+                self.lookahead.gather(order[position + 1 : position + 1 + self.lookahead.depth])
             else:
                 self.predicted = False
 
     def _begin_forward(self, unit: Unit) -> None:
+        for ask in self.on.before_root_forward:
+            ask()
         self._borrows = in_functional_call()
         if self._borrows:
             # Before anything registers parameters, as `reset` does.
@@ -151,21 +171,14 @@ class Runtime:
                 other.registration.note_lent()
         if self.in_backward:  # of a backward that raised
             self.reset()
-        if self.finalization.pending is not None:
-            self.finalization.check_forward()
         if torch.jit.is_tracing():
             raise RuntimeError(NOT_TRACED.format("torch.jit.trace"))
         if self.forward_root is not None:
             self.reset()
         if not self._borrows and not all(u.registration.is_current() for u in self.units):
             raise ModulesChanged
-        if self.early_steps is not None:
-            self.early_steps.check_forward()
-        # Before anything is gathered: ranks with different models would hang in the first gather,
-        # and could not say why.
-        if self.first_forward is not None and self.first_forward.is_due():
-            self.first_forward.compare()
-            self.first_forward = None
+        for tell in self.on.root_forward_begins:
+            tell()
         self.forward_root = unit
         self.forwards.begin(unit)
         self._leads_to_backward = torch.is_grad_enabled()
@@ -176,18 +189,12 @@ class Runtime:
         self.predicted = bool(self.forward_order)
         self.this_forward = []
         for other in self.units:
-            if other.state is not State.SHARDED or other.config.keep_frozen is not None:
+            if other.state is not State.SHARDED or self.on.before_reuse:
                 self.free_written(other)
         for other in self.units:
             if other.weight_grads_deferred:
                 self.take_weight_gradients(other)
         self.release_gradients()
-        # Who writes to gathered parameters does so in every step. Looking takes a tenth of a
-        # microsecond per parameter: it is done before forwards 1, 2, 4, 8 and so on.
-        self._num_forwards += 1
-        if self._num_forwards.bit_count() == 1:
-            for other in self.units:
-                other.look_for_lost_writes()
 
     def release_gradients(self) -> None:
         """Free the memory of gradients that were dropped.
@@ -215,11 +222,8 @@ class Runtime:
             unit.param_group.take_freezing() or unit.is_stale()
         ):
             unit.reshard(self.streams)
-        if unit.config.keep_frozen is not None:
-            written = [b for b in unit.buckets if b.cache_valid and not b.cache_is_current()]
-            if written:
-                unit.reshard(self.streams)
-                unit.drop_cache(self.streams, written)
+        for ask in self.on.before_reuse:
+            ask(unit)
 
     def post_forward(
         self, unit: Unit, *, differentiable: bool, forward: Forward | None = None
@@ -230,7 +234,6 @@ class Runtime:
             differentiable: whether backward may reach this forward.
             forward: the object that the hooks on its outputs hold.
         """
-        self.middle = None
         if self.in_backward:
             return
         unit.running = max(0, unit.running - 1)
@@ -262,14 +265,8 @@ class Runtime:
         if after is AfterForward.KEEP:
             if runs_next and unit.reshard_after_forward is not False:
                 self._kept_unit = unit
-            config = unit.config
-            only_for_backward = (
-                config.reshard_after_forward is None and config.reshard_after_backward
-            )
-            if unit.encloses and differentiable and only_for_backward:
-                unit.free_embeddings_early(self.streams)
-            if self.budget is not None and not outermost:
-                self._show_shards(unit)
+            for tell_kept in self.on.unit_kept:
+                tell_kept(unit, forward if differentiable else None)
         elif after is AfterForward.CARRY:
             self._carried_unit = unit
             unit.register_sharded()
@@ -278,9 +275,8 @@ class Runtime:
             unit.reshard(self.streams, to_secondary=secondary)
         if unit.registration.overrides:
             unit.registration.put_back_overrides()
-        if self.budget is not None and self.predicted and not unit.forward_prefetch:
-            # What did not fit when this unit began may fit now.
-            self._prefetch(order[position : position + self._ahead])
+        for tell_end in self.on.forward_ends:
+            tell_end(unit, forward if differentiable else None)
         if outermost:
             self._end_forward()
             if not differentiable and self._offloads:
@@ -306,14 +302,6 @@ class Runtime:
         self.orders[self.forward_root] = self.this_forward
         self.forward_root = None
 
-    def _prefetch(self, units: Iterable[Unit]) -> None:
-        if self.budget is not None:
-            self.budget.gather_ahead(units, self.streams)
-            return
-        for unit in units:
-            if unit.state in RESHARDED:
-                unit.start_unshard(self.streams)
-
     # -- backward ---------------------------------------------------------------------------
 
     def pre_backward(
@@ -338,7 +326,6 @@ class Runtime:
         self.begin_backward()
         config = unit.config
         entered = self.forwards.enter(unit, forward)
-        before = None if entered is None else entered.unit_before()
         if unit.backward_began:
             if unit.state not in GATHERED and config.unshard_in_backward:
                 unit.unshard(self.streams)
@@ -346,7 +333,7 @@ class Runtime:
         unit.backward_began, unit.entered_in = True, self.num_backwards
         if accumulates is False:
             unit.weight_grads_deferred = True
-        elif self.ends_iteration:
+        elif unit.weight_grads_deferred and self.ends_iteration:
             unit.weight_grads_deferred = False
         self._accumulates |= bool(accumulates)
         if not config.reduce_grads or unit.gradients.sums:
@@ -358,17 +345,14 @@ class Runtime:
         # If some were freed early, all that backward reads is there still.
         if unit.state is not State.PARTLY_FREED and config.unshard_in_backward:
             unit.unshard(self.streams)
+        unit.next_in_backward = None if entered is None else entered.unit_before()
         if unit.backward_prefetch:
             if entered is not None:
                 # Not those that have been through backward already: their gathers would go
                 # unused, and an optimizer in backward may be writing their shards.
-                self._prefetch(filter(entered.follows, unit.backward_prefetch))
-        elif self.budget is not None:
-            self._entered = entered
-            self._prefetch(units_before(entered))
-        elif before is not None and before.config.unshard_in_backward:
-            self._prefetch((before,))
-        unit.next_in_backward = before
+                self.lookahead.gather(filter(entered.follows, unit.backward_prefetch))
+        else:
+            self.lookahead.in_backward(entered, unit.next_in_backward)
         for parent in unit.enclosing:
             if parent.param_group.params:
                 if parent.state in RESHARDED and parent.entered_in != self.num_backwards:
@@ -386,11 +370,9 @@ class Runtime:
             return
         if self.forward_root is not None:
             self._notice_failed_forward()
-        if registered_steppers:
-            self.early_steps = self.early_steps or EarlySteps()
-            self.early_steps.begin_backward()
-        self.in_backward = True
-        self.middle = None
+        for ask in self.on.backward_begins:
+            ask()
+        self.in_backward = self.in_iteration = True
         for unit in self.units:  # what users have frozen since the forward
             # (Compared here, as `follow_freezing` does: a call per unit would cost more than that.)
             group = unit.param_group
@@ -401,7 +383,6 @@ class Runtime:
         self._accumulates = False
         self.computed_on = self.streams.compute
         self.creates_graph = torch.is_grad_enabled()  # autograd sets it so for hooks
-        self.finalization.active = True
         self.num_backwards += 1
         # Autograd forgets it when the backward is over, also when that raises.
         end = partial(self.end_backward)
@@ -438,14 +419,15 @@ class Runtime:
             return  # another module of the group: their gradients are reduced together
         self.reduce(unit)
         if not runs_next and not unit.running:
-            if self._frees(unit):
+            if self.frees(unit):
                 unit.reshard(self.streams)
-            elif self.budget is not None:
-                self._show_shards(unit)
-        if self._entered is not None:
-            self._prefetch(units_before(self._entered))
+            else:
+                for tell_kept in self.on.unit_kept:
+                    tell_kept(unit, None)
+        for tell in self.on.backward_leaves:
+            tell(unit)
 
-    def _frees(self, unit: Unit) -> bool:
+    def frees(self, unit: Unit) -> bool:
         """Whether backward frees ``unit``: not if a second backward is to go through it."""
         return unit.config.reshard_after_backward and not self.creates_graph
 
@@ -458,21 +440,24 @@ class Runtime:
         # Even if there turns out to be nothing to reduce: with `reduce_unused` the end of backward
         # reduces each unit that was not, and all ranks must agree on which.
         unit.reduced = True
-        # Before freeing: it tells which gradients are complete, and only parameters of those may be
-        # freed while backward goes on.
         taken = gradients.take(direct_only=direct_only, may_defer=self.ends_iteration)
-        if unit.encloses and self.in_backward and self._frees(unit):
-            unit.free_reduced_early(taken, self.streams)
+        for tell_taken in self.on.gradients_taken:
+            tell_taken(unit, taken)
         reductions = gradients.make_reductions(taken, final=final)
         if reductions:
-            early = self.early_steps
+            for tell in self.on.reductions_launched:
+                tell(unit, reductions)
             self.reductions.launch(
                 reductions,
                 self.streams,
                 unit_name=unit.name,
                 max_units=config.max_input_buffers,
-                completed=None if early is None else early.follow(self, unit),
+                completed=partial(self._completed, unit) if self.on.reduction_completed else None,
             )
+
+    def _completed(self, unit: Unit, reduction: Reduction) -> None:
+        for tell in self.on.reduction_completed:
+            tell(unit, reduction)
 
     def _reduce_early(self, parent: Unit) -> None:
         """Reduce large gradients of an enclosing unit that are already complete.
@@ -489,11 +474,8 @@ class Runtime:
 
     @property
     def ends_iteration(self) -> bool:
-        """Whether the reductions that start now are the last ones before users look at ``.grad``:
-        those of the last backward, or of a manual finalization."""
-        if self.finalization.manual:
-            return self.finalization.reducing
-        return self.is_last_backward
+        """Whether reductions that start now are the last before users look at ``.grad``."""
+        return self.is_last_backward and not self.held_open
 
     def end_backward(self) -> None:
         """Reduce what is left, and free all units; after the last backward, wait for everything."""
@@ -509,25 +491,26 @@ class Runtime:
             if self.ends_iteration:
                 self.complete_iteration()
             self.free_units()
-        self._carried_unit = self._entered = None
+        self._carried_unit = None
         self.forwards.end_pass()
+        for tell in self.on.backward_ends:
+            tell()
         self.in_backward = False
 
     def reduce_left(self) -> None:
         """Reduce what no hook has reduced, or accumulate it if this backward does not sync.
 
-        With manual finalization it is left to the finalization: how many backwards are to come is
-        not known, and ranks must agree on the number of reductions.
+        Not while the iteration is held open: how many backwards are to come is not known, and ranks
+        must agree on the number of reductions.
         """
         if self.ends_iteration:
             # What waits for an all-reduce is known only when sums over shards are there.
             self.reductions.start_all_reduces(self.streams)
-        leaves_sync = self.finalization.manual and not self.finalization.reducing
         # In the order of the tree, and not of autograd: what no hook has seen has no order of its
         # own that all ranks would know.
         for unit in reversed(self.units):
             config, gradients = unit.config, unit.gradients
-            leave = leaves_sync and config.sync_grads
+            leave = self.held_open and config.sync_grads
             if leave:
                 gradients.keep_as_sums()
             else:
@@ -559,10 +542,10 @@ class Runtime:
                 unit.gradients.refuse_graph()
         self.reductions.attached.clear()
         self.reductions.added.clear()
-        if self.early_steps is not None:
-            self.early_steps.end_iteration()
+        self.in_iteration = False
+        for tell in self.on.iteration_ends:
+            tell()
         self.forwards.end_iteration()
-        self.finalization.end()
 
     def free_units(self) -> None:
         for unit in self.units:
@@ -571,36 +554,22 @@ class Runtime:
             if unit.input_nodes:
                 # Recomputation ends a forward by an exception. What its node leads to would stay.
                 unit.input_nodes.clear()
-            if unit.state is not State.SHARDED and self._frees(unit):
+            if unit.state is not State.SHARDED and self.frees(unit):
                 unit.reshard(self.streams)
             elif unit.state is not State.SHARDED:
                 if unit.state is State.GATHERING:
                     unit.wait_unshard(self.streams)  # or the optimizer would overtake it
-                if self.budget is not None:
-                    self._show_shards(unit)
+                for tell in self.on.unit_kept:
+                    tell(unit, None)
             if self.creates_graph and unit.config.reshard_after_backward and not unit.running:
                 unit.register_sharded()
-        self.synchronize()
+        if self._offloads:
+            self.streams.synchronize()
 
     def synchronize(self) -> None:
         """Let the host wait for all streams: users may read and write what is offloaded."""
         if self._offloads:
             self.streams.synchronize()
-
-    # -- with a budget ----------------------------------------------------------------------
-
-    def limit_gathered(self, max_bytes: int | None) -> None:
-        """Set how many bytes of gathered parameters there may be; None: any number."""
-        budget = None if max_bytes is None else GatherBudget(max_bytes, self, self.units)
-        if budget is not None:
-            budget.shrink(self.streams)
-        self.budget = budget
-        self._ahead = 1 if budget is None else MAX_AHEAD
-
-    def _show_shards(self, unit: Unit) -> None:
-        """Let the modules of ``unit``, which stays gathered, hold shards: see `gather_budget`."""
-        if not (unit.running or unit.weight_grads_deferred or self.creates_graph):
-            unit.register_sharded()
 
     # -- outside of a step --------------------------------------------------------------------
 
@@ -614,15 +583,36 @@ class Runtime:
         else:
             self.reduce(unit)
 
+    def unshard_for_user(self, unit: Unit) -> None:
+        """Start a gather that the user called for."""
+        self.streams.before_gathers(self.optimizer_event)
+        if unit.state in RESHARDED:
+            self.free_written(unit)
+            unit.start_unshard(self.streams)
+        unit.hooks.notice_accumulation()  # parameters may be used without a forward of the unit
+
+    def gather_for_backward(self, unit: Unit) -> None:
+        """Register the unsharded parameters between forward and backward, and start the gather.
+
+        Backward waits for it. But where weight gradients are computed separately no hook is called,
+        so there this call waits.
+        """
+        if self.ends_iteration or self.in_backward:
+            return
+        deferred = any(other.weight_grads_deferred for other in self.units)
+        if not deferred and not self.forwards.outstanding:
+            return
+        if deferred:
+            unit.unshard(self.streams)
+            return
+        if unit.state is State.PARTLY_FREED:
+            unit.reshard(self.streams)
+        if unit.state in RESHARDED:
+            unit.start_unshard(self.streams)
+        unit.register_unsharded()
+
     def wait_unshard(self, unit: Unit) -> None:
         outside_torch_modes(unit.unshard, self.streams)
-
-    def look_for_unwritten(self) -> None:
-        """Before the first gather after ``to_empty``: warn of tensors that nothing has written."""
-        marks = [mark for unit in self.units for mark in unit.param_group.unwritten]
-        for unit in self.units:
-            unit.param_group.unwritten = []
-        warn_of_unwritten(self.root.modules[0], marks)
 
     def reshard(self, unit: Unit) -> None:
         """Free ``unit``, including its cached buckets. What users put into modules stays there."""
@@ -630,15 +620,6 @@ class Runtime:
         unit.reshard(self.streams)
         unit.drop_cache(self.streams)
         put(given)
-
-    def choose_cached(self) -> None:
-        """Choose again which frozen parameters stay gathered."""
-        chosen = choose_cached((unit.config.keep_frozen, unit.buckets) for unit in self.units)
-        for unit in self.units:
-            if unit.config.keep_frozen is not None:
-                unit.keep(chosen, self.streams)
-        if self.budget is not None:
-            self.budget.follow_cached()
 
     # -- recovery ---------------------------------------------------------------------------
 
@@ -653,10 +634,9 @@ class Runtime:
                 backward that raised has added to them.
         """
         lost: list[str] = []
-        stepped: RuntimeError | None = None
+        errors: list[RuntimeError | None] = []
         if self.in_backward or discard:
-            if self.early_steps is not None:
-                stepped = self.early_steps.abandon()
+            errors = [abandon() for abandon in self.on.backward_abandoned]
             lost = [
                 unit.name
                 for unit in self.units
@@ -687,13 +667,14 @@ class Runtime:
         self.synchronize()
         self.forwards.end_iteration()
         self.forwards.end_pass()
-        self._carried_unit = self._kept_unit = self._entered = self.middle = None
-        self.in_backward = False
-        self.finalization.end()
+        self._carried_unit = self._kept_unit = None
+        self.in_backward = self.in_iteration = False
         self.forward_root = None
+        for tell in self.on.tree_reset:
+            tell()
         # Last: a caller that goes on without these gradients finds a tree that works.
-        if stepped is not None:
-            raise stepped
+        for error in filter(None, errors):
+            raise error
         if lost:
             raise accumulation_lost(lost)
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,9 +22,6 @@ from ..comm.mesh_transports import MeshTransports
 from ..comm.streams import Event, Streams
 from ..comm.transports import Finish, Transport, done
 from ..common.failures import reraise
-from ..features.early_free.freed_params import FreedParameterProxy
-from ..features.frozen_cache import free_cached
-from ..guards.lost_writes import GatheredWrites
 from ..sharding.bucket import Bucket
 from ..sharding.mesh import DataParallelMesh
 from ..sharding.param import ShardedParam, managed_as
@@ -34,7 +30,7 @@ from .param_group import ParamGroup
 from .registration import Registration
 from .states import GATHERED, RESHARDED, TRANSITIONS, AfterForward, State
 from .unit_config import UnitConfig
-from .unit_grads import Taken, UnitGrads
+from .unit_grads import UnitGrads
 
 _KEY = "_fsdp2_unit"  # of a module's `__dict__`
 # Of original parameters. Sharding takes the original out of the modules it reaches. So an entry
@@ -43,18 +39,14 @@ _KEY = "_fsdp2_unit"  # of a module's `__dict__`
 ORIGINS: MutableMapping[torch.Tensor, tuple[Unit, ShardedParam]] = WeakTensorKeyDictionary()
 
 
-class Budget(Protocol):
-    """What a unit needs of a limit on gathered bytes: of `gather_budget.GatherBudget`."""
+class GatherEvents(Protocol):
+    """What a unit tells of its gathers: of `events.TreeEvents`, which imports this file."""
 
-    def make_room(self, unit: Unit, streams: Streams) -> None: ...
-
-
-class Stepped(Protocol):
-    """What a unit needs to know of steps in backward: of `early_steps.EarlySteps`."""
-
-    def check_gather(self, unit: Unit) -> None: ...
-
-    def check_read(self, unit: Unit, what: str) -> None: ...
+    gather_requested: tuple[Callable[[Unit], None], ...]
+    before_planning: tuple[Callable[[Unit], None], ...]
+    planned: tuple[Callable[[Unit], None], ...]
+    before_gather: tuple[Callable[[Unit], None], ...]
+    first_gathered: tuple[Callable[[Unit], None], ...]
 
 
 class TreeRuntime(Protocol):
@@ -62,19 +54,11 @@ class TreeRuntime(Protocol):
 
     in_backward: bool
     creates_graph: bool
-
-    @property
-    def budget(self) -> Budget | None: ...
-
-    @property
-    def early_steps(self) -> Stepped | None: ...
-
     units: list[Unit]
     orders: dict[Unit, list[Unit]]
 
-    def choose_cached(self) -> None: ...
-
-    def look_for_unwritten(self) -> None: ...
+    @property
+    def on(self) -> GatherEvents: ...
 
     def wait_unshard(self, unit: Unit) -> None: ...
 
@@ -186,16 +170,14 @@ class Unit:
         self.encloses = False
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] = []
+        self.of_parts: dict[type, Any] = {}  # what parts of the library know of it
         # The state.
         self.state = State.SHARDED
-        self._freed: set[ShardedParam] = set()  # those that may have been freed early
-        self._embeddings: tuple[list[Bucket], list[tuple[Bucket, int]]] = ([], [])  # of these
-        self._recalled: set[ShardedParam] = set()  # were needed after all; not released again
         self._gather_finish: list[Finish] = []
         self._gather_event: Event = None
         self._waits_for_gather = False
+        self._gathered_plan = 0  # `ParamGroup.num_plans` of the last gather
         self._versions = (0, 0)  # of the shards, when the last gather began
-        self._gathered_writes = GatheredWrites()
         # What the runtime notes about it in a step.
         self.forwards: list[weakref.ref[Forward]] = []  # that backward may still come to
         self.max_forwards = 0  # as many are kept before those that are over are dropped
@@ -275,7 +257,7 @@ class Unit:
         """Bytes of the gathered storages."""
         return sum(bucket.gathered_bytes for bucket in self.buckets)
 
-    def _transition(self, event: str) -> None:
+    def transition(self, event: str) -> None:
         """Change the state; nothing else may.
 
         Raises:
@@ -293,27 +275,21 @@ class Unit:
         """Allocate and start the all-gathers of all buckets."""
         assert self.state in RESHARDED
         param_group, config = self.param_group, self.config
-        if self.runtime.early_steps is not None:
-            self.runtime.early_steps.check_gather(self)
-        budget = self.runtime.budget
+        on = self.runtime.on
+        for ask in on.gather_requested:
+            ask(self)
         if param_group.dirty or not param_group.materialized:
             self.plan_anew(streams)
-        if param_group.unwritten:
-            self.runtime.look_for_unwritten()
         in_backward = self.runtime.in_backward
         if not in_backward and param_group.follow_freezing():
-            self.runtime.choose_cached()
+            self._tell_planned()
         noted = self._versions
         if not in_backward or not config.reshard_after_backward:
             # What is freed after backward is gathered anew in the next forward, which notes them.
             self._versions = param_group.versions()
         buckets = param_group.buckets
-        if budget is not None:
-            budget.make_room(self, streams)
-        if config.keep_frozen is not None:
-            # Only writes that all ranks know of count here, so that all of them gather. A forward
-            # has looked at the others when it began.
-            free_cached((b for b in buckets if b.cache_valid and b.is_rewritten()), streams)
+        for tell in on.before_gather:
+            tell(self)
         if in_backward and streams.stream_ordered and param_group.versions() != noted:
             # Users have written the shards since the forward, on compute. Only then: a wait in
             # every backward would keep a slow link idle until the loss is there.
@@ -325,8 +301,12 @@ class Unit:
                 self._launch_on_stream(gathering, streams)
             else:
                 self._launch(gathering)
+        if self._gathered_plan != param_group.num_plans:
+            self._gathered_plan = param_group.num_plans
+            for tell in on.first_gathered:
+                tell(self)
         # Last: a unit whose launch raised is where it was, and recovery waits for nothing.
-        self._transition("start_unshard")
+        self.transition("start_unshard")
 
     def _launch_on_stream(self, gathering: list[int], streams: Streams) -> None:
         with streams.gathering():
@@ -338,12 +318,16 @@ class Unit:
 
     def plan_anew(self, streams: Streams) -> None:
         """Before the first gather, and after parameters or settings have changed."""
-        if self.runtime.budget is not None:
-            self.runtime.budget.make_room(self, streams)  # to plan takes the memory for a moment
+        for tell in self.runtime.on.before_planning:
+            tell(self)
         self.drop_cache(streams)
         self.materialize(streams)
-        self.runtime.choose_cached()
+        self._tell_planned()
         streams.before_gathers()  # compute has just written the new shards
+
+    def _tell_planned(self) -> None:
+        for tell in self.runtime.on.planned:
+            tell(self)
 
     def _launch(self, gathering: list[int]) -> None:
         """Start the all-gathers of the buckets with these indices: those over the same ranks in one
@@ -382,8 +366,6 @@ class Unit:
             bucket = param_group.buckets[index]
             if bucket.offload_buffer is not None:
                 bucket.free_offload_buffer()
-            if self.encloses:
-                bucket.note_references()
 
     def _free_packs(self) -> None:
         """Free the packs, whose parameters have been copied to their places."""
@@ -399,9 +381,7 @@ class Unit:
         Returns:
             The transport and the plan of the gather; None twice if there is nothing to gather.
         """
-        # Before the gather, not after it: a write that comes while it runs counts as a later one.
-        if bucket.cached:
-            bucket.mark_cached()
+        bucket.cache_valid = bucket.cached
         if bucket.aliases_shards or not bucket.layout.gathered_numel:
             return None, None
         if transports.allocating is None:
@@ -442,10 +422,10 @@ class Unit:
         # Not before: compute, on whose stream they were allocated, has to wait for their readers.
         for secondary in self.param_group.secondary:
             secondary.free()
-        self._transition("wait_unshard")
+        self.transition("wait_unshard")
         if self.param_group.incomplete:
             self.param_group.complete()
-            self.runtime.choose_cached()
+            self._tell_planned()
 
     def _give_up_gather(self, streams: Streams) -> None:
         """After a wait that raised: to SHARDED, so that a later forward gathers anew."""
@@ -455,7 +435,7 @@ class Unit:
         for secondary in self.param_group.secondary:
             secondary.free()
         self.drop_cache(streams)
-        self._transition("wait_unshard")
+        self.transition("wait_unshard")
         self.reshard(streams)
 
     def _end_launched(self) -> None:
@@ -495,102 +475,27 @@ class Unit:
             # What was freed early is not there to be copied. All ranks count it as freed, whether
             # it was or not, so they agree on the next gather.
             to_secondary = to_secondary and self.state is State.UNSHARDED
-            going = self.param_group.buckets
-            if self.config.keep_frozen is not None:
-                going = [bucket for bucket in going if not bucket.cache_valid]
+            going = [bucket for bucket in self.param_group.buckets if not bucket.cache_valid]
             for bucket in going:
                 if to_secondary and bucket.secondary is not None:
                     bucket.secondary.save()  # by compute: users may look at them
             if going:
                 streams.free(going)
-            self._freed.clear()
-            self._transition("reshard_to_secondary" if to_secondary else "reshard")
+            self.transition("reshard_to_secondary" if to_secondary else "reshard")
         elif self.state is State.SECONDARY and not to_secondary:
             for secondary in self.param_group.secondary:
                 secondary.free()
-            self._transition("drop_secondary")
+            self.transition("drop_secondary")
         self.register_sharded()
-
-    def keep(self, chosen: Collection[Bucket], streams: Streams) -> None:
-        """Cache these buckets, and no others, from the next gather on."""
-        for bucket in self.buckets:
-            bucket.cached = bucket in chosen
-        self.drop_cache(streams, [bucket for bucket in self.buckets if not bucket.cached])
 
     def drop_cache(self, streams: Streams, buckets: Iterable[Bucket] | None = None) -> None:
         """Evict cached buckets, ``buckets`` or all of them: at once, or when the unit is freed."""
         held = [b for b in (self.buckets if buckets is None else buckets) if b.cache_valid]
-        # While the unit is gathered, compute may be using them: `reshard` frees them then.
-        if self.state in RESHARDED:
-            free_cached(held, streams)
         for bucket in held:
             bucket.cache_valid = False
-
-    def free_embeddings_early(self, streams: Streams) -> None:
-        """Free embeddings, whose weights backward does not read.
-
-        After forward, or when backward enters a unit inside if they are tied: the head has read the
-        weight by then, and its gradient waits for the embedding's.
-        """
-        # Found once per plan: replanning makes another list of buckets.
-        buckets, found = self._embeddings
-        if buckets is not self.param_group.buckets:
-            buckets = self.param_group.buckets
-            found = [
-                (bucket, i)
-                for bucket in buckets
-                for i in bucket.layout.direct
-                if any(type(module) is nn.Embedding for module, _ in bucket.params[i].owners)
-            ]
-            self._embeddings = (buckets, found)
-        for bucket, i in found:
-            param = bucket.params[i]
-            tied = len(param.owners) > 1 and not self.backward_began
-            if not (tied or bucket.cached or param in self._recalled):
-                self._release(bucket, i, streams)
-
-    def free_reduced_early(self, taken: Taken, streams: Streams) -> None:
-        """In backward: free parameters whose gradient is complete, and tied embeddings."""
-        if self.state not in GATHERED:
-            return  # gradients of uses outside of the modules, after backward has left these
-        self.free_embeddings_early(streams)
-        for bucket, grads in zip(self.param_group.buckets, taken, strict=True):
-            for i in grads:
-                self._release(bucket, i, streams)
-
-    def _release(self, bucket: Bucket, i: int, streams: Streams) -> None:
-        """Free one parameter early, if it has memory of its own and nothing refers to it.
-
-        References are counted on this rank alone: a debugger that holds the parameter on one rank
-        keeps it there. Ranks must agree on every gather that follows, so all of them go on as if
-        it had been freed: the next use gathers it again, on the rank that kept it too. Symmetric
-        memory is freed by all ranks or by none; see the note in `transports.custom`.
-        """
-        if not bucket.can_free_early(i) or self.config.comm_options.memory == "symmetric":
-            return
-        param = bucket.params[i]
-        if param in self._freed and not bucket.has_memory(i):
-            return
-        streams.before_free()
-        with streams.gathering():
-            bucket.free_early(i)
-        self._transition("free_early")
-        if param not in self._freed:
-            self._freed.add(param)
-            self._register_proxy(param)
-
-    def _register_proxy(self, param: ShardedParam) -> None:
-        stand_in = FreedParameterProxy.make(param, partial(self._recall, param))
-        self.registration.register_proxy(param, stand_in)
-
-    def _recall(self, param: ShardedParam) -> None:
-        """Gather again: a parameter that was freed early is used after all."""
-        # For good: an embedding is not freed early again. A model that used it so once does it in
-        # every step, and each time the whole unit is gathered for it.
-        self._recalled.add(param)
-        # By the runtime, which leaves torch's modes: the user's own computation is running.
-        if self.state is State.PARTLY_FREED:
-            self.runtime.wait_unshard(self)
+            # While the unit is gathered, compute may be using them: `reshard` frees them then.
+            if self.state in RESHARDED:
+                streams.free((bucket,))
 
     def register_sharded(self) -> None:
         """Register what users should see while the unit is not computing."""
@@ -600,12 +505,6 @@ class Unit:
             kind = "secondary"
         if self.registration.registered != kind:
             self.registration.register(kind)
-
-    def look_for_lost_writes(self) -> None:
-        """Warn of parameters that were written in place while they were gathered."""
-        for bucket in self.buckets:
-            if not bucket.aliases_shards:  # where it is, what is written is the shard
-                self._gathered_writes.look(bucket.params, self.name)
 
     def is_stale(self) -> bool:
         """Whether this rank knows of writes to the shards after the last gather began."""

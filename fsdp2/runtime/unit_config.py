@@ -15,8 +15,19 @@ import torch
 
 from ..comm.mesh_transports import CommOptions
 from ..comm.streams import Streams
-from ..features.frozen_cache import KeepFrozen
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+
+# Compared by identity: two calls with the same number are two limits.
+@dataclass(frozen=True, eq=False)
+class KeepFrozen:
+    """A byte limit that a user set for some units, which share it.
+
+    Attributes:
+        max_bytes: of gathered storage per rank; None: without limit.
+    """
+
+    max_bytes: int | None
 
 
 @dataclass

@@ -18,7 +18,6 @@ import torch
 from ..common.pinned import pinned_arena
 from ..dtensor.boxes import strides
 from ..dtensor.memory import Pack, note_gathered, storage_part, storage_slice, with_own_storage
-from ..features.early_free.references import References
 from ..features.side_by_side.neighbours import Place
 from ..policy import MixedPrecisionPolicy, wire_dtype
 from .layout import BucketLayout, Slot, plan_bucket, secondary_layout
@@ -219,8 +218,8 @@ class Bucket:
         plan: of the gather over all shards; ``secondary`` has the one over the larger shards kept
             after forward, if any.
         own_pieces: direct slots with a piece of ``gathered`` each.
-        cached: whether to leave it gathered. ``cache_valid``: whether it is gathered, by a gather
-            that began when the shards' versions were `_cached_versions`. See `frozen_cache`.
+        cached: whether to leave it gathered when its unit is freed.
+        cache_valid: whether it is, so that a gather of the unit need not gather it.
     """
 
     def __init__(
@@ -285,7 +284,6 @@ class Bucket:
         self.keeps_storage = False  # whether addresses must stay: captured graphs contain them
         self.cached = False
         self.cache_valid = False
-        self._cached_versions = (0, 0)
         self.place: Place | None = None  # beside other buckets, if an optimizer asked for it
 
     # -- sharding ---------------------------------------------------------------------------
@@ -335,7 +333,6 @@ class Bucket:
         """
         self.offload_buffer: torch.Tensor | None = None
         self.gathered = None
-        self._references: dict[int, References] = {}
         self.secondary = None
         if self.aliases_shards:
             note_gathered([self.shards.untyped_storage()])
@@ -426,23 +423,7 @@ class Bucket:
         if self.gathered is not None and not self.keeps_storage:
             resize(self.gathered.storages[-1], 0)
 
-    def mark_cached(self) -> None:
-        """What is gathered from now on stays valid until a shard is written."""
-        self.cache_valid = True
-        self._cached_versions = self._versions()
-
-    def cache_is_current(self) -> bool:
-        """Whether the gathered storage has what the shards have now."""
-        return self.cache_valid and self._versions() == self._cached_versions
-
-    def is_rewritten(self) -> bool:
-        """Whether an operator on a DTensor has written a shard since `mark_cached`."""
-        # Ranks gather together or hang. Operators on DTensors are called by all ranks; a write to
-        # the local tensor may be this rank's alone, and does not count where a gather depends on
-        # it.
-        return self._versions()[1] != self._cached_versions[1]
-
-    def _versions(self) -> tuple[int, int]:
+    def versions(self) -> tuple[int, int]:
         """Counters of writes to this rank's rows, and of operators that wrote to the DTensors."""
         params = self.params
         return sum(p.local._version for p in params), sum(p.sharded._version for p in params)
@@ -470,43 +451,14 @@ class Bucket:
         if self.offload_buffer is not None:
             resize(self.offload_buffer.untyped_storage(), 0)
 
-    def note_references(self) -> None:
-        """Count the library's own references to the parameters that may be freed early."""
-        # After the launch of the first gather, which makes the last views (messages are kept), and
-        # before anything computes with the parameters. Earlier, our own views would look like a
-        # user's afterwards; later, a user's like ours.
-        if self._references or self.gathered is None:
-            return
-        for i in self.own_pieces:
-            self._references[i] = self._count_references(i)
-
-    def _count_references(self, i: int) -> References:
-        param = self.params[i]
-        registered = sum(
-            module._parameters.get(name) is param.unsharded for module, name in param.owners
-        )
-        return References.to(param.unsharded, self._own_piece(i), not_counting=registered)
-
-    def can_free_early(self, i: int) -> bool:
-        """Whether a parameter has memory of its own; the same on every rank."""
-        return self.gathered is not None and not self.keeps_storage and i in self._references
-
-    def has_memory(self, i: int) -> bool:
-        """Of a parameter with memory of its own."""
-        return self._own_piece(i).size() > 0
-
-    def _own_piece(self, i: int) -> torch.UntypedStorage:
+    def own_piece(self, i: int) -> torch.UntypedStorage:
+        """The memory of one of the `own_pieces`."""
         assert self.gathered is not None
         return self.gathered.storages[self.gathered.piece(self.layout.slots[i].full_offset)]
 
-    def free_early(self, i: int) -> None:
-        """Free the memory of one parameter, which has its own, if nothing refers to it."""
-        # Whatever backward will read is referred to: by autograd's saved variables and views, or by
-        # the ``ctx`` of a custom function that computes the gradient.
-        now, before = self._count_references(i), self._references[i]
-        if now.exceed(before, accumulates_gradient=self.params[i].sharded.requires_grad):
-            return
-        resize(self._own_piece(i), 0)
+    def free_piece(self, i: int) -> None:
+        """Free one of the `own_pieces`; the next `allocate` gives it memory again."""
+        resize(self.own_piece(i), 0)
 
     def wire_dtype(self, plan: ReducePlan) -> torch.dtype:
         """The dtype that direct gradients travel in, where a transport widens them on arrival."""

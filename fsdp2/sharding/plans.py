@@ -78,7 +78,7 @@ class GatherPlan:
 
     def forget_transports(self) -> None:
         """Forget how narrower numbers were sent."""
-        # The others are of the group, and of views that are counted (`Bucket.note_references`).
+        # The others are of the group, and of views that are counted (`EarlyFree.count_own`).
         self.row = self.encoded = None
         self.cast = self._casts
 

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -14,8 +13,8 @@ import torch
 from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..features.finalization import Finalization
 from ..features.middle import Middle
-from ..runtime import by_hand
 from ..runtime.reduction import Reduction
 from ..runtime.runtime import Runtime, runtime_of
 from ..runtime.unit import Unit
@@ -226,7 +225,7 @@ def _check_noticed(ref: weakref.ref[Account]) -> None:
         return
     account.is_queued = False
     runtime = runtime_of(unit)
-    if not unit.config.reduce_grads or runtime.finalization.manual:
+    if not unit.config.reduce_grads or runtime.held_open:
         return
     if not runtime.in_backward:
         _raise(account.problems(_UNREDUCED, all_owed=False))
@@ -245,15 +244,15 @@ def _end_backward(original: Any, runtime: Runtime) -> None:
     _check(runtime, ended=runtime.ends_iteration, explicit=explicit)
 
 
-def _finalize_backward(original: Any, runtime: Runtime, *, wait: bool) -> Any:
+def _finalize(original: Any, part: Finalization, *, wait: bool) -> Any:
     result = original(wait=wait)
-    _check(runtime, ended=wait, explicit=True)
+    _check(part.runtime, ended=wait, explicit=True)
     return result
 
 
-def _finish_finalization(original: Any, runtime: Runtime, *args: Any) -> None:
+def _finish(original: Any, part: Finalization, *args: Any) -> None:
     original(*args)
-    _check(runtime, ended=True, explicit=True)
+    _check(part.runtime, ended=True, explicit=True)
 
 
 def _check(runtime: Runtime, *, ended: bool, explicit: bool) -> None:
@@ -265,7 +264,7 @@ def _check(runtime: Runtime, *, ended: bool, explicit: bool) -> None:
             continue
         account.observe()
         places: list[str] = []
-        waits_for_caller = runtime.finalization.manual and config.sync_grads and not explicit
+        waits_for_caller = runtime.held_open and config.sync_grads and not explicit
         if config.reduce_grads and not waits_for_caller:
             places += _UNREDUCED
         if ended:
@@ -307,7 +306,7 @@ def _raise(problems: list[str]) -> None:
     raise GradientLostError(f"Gradients did not reach the sharded parameters:\n  {shown}{more}")
 
 
-_FOLLOWED: tuple[tuple[type | ModuleType, str, Callable[..., Any]], ...] = (
+_FOLLOWED: tuple[tuple[type, str, Callable[..., Any]], ...] = (
     (Unit, "start_unshard", _start_unshard),
     (Unit, "wait_unshard", _wait_unshard),
     (Runtime, "post_forward", _post_forward),
@@ -321,6 +320,6 @@ _FOLLOWED: tuple[tuple[type | ModuleType, str, Callable[..., Any]], ...] = (
     (Reduction, "complete", _complete),
     (Reduction, "discard", _discard),
     (Runtime, "end_backward", _end_backward),
-    (by_hand, "finalize_backward", _finalize_backward),
-    (by_hand, "finish_finalization", _finish_finalization),
+    (Finalization, "finalize", _finalize),
+    (Finalization, "_finish", _finish),
 )

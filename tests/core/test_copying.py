@@ -471,11 +471,10 @@ def test_what_a_copied_unit_keeps_and_what_is_made_anew() -> None:
     mapped = {"forward_prefetch", "backward_prefetch"}  # to units of the copy
     anew = {
         "modules", "param_group", "gradients", "registration", "reshard_after_forward",
-        "runtime", "hooks", "encloses", "enclosing",
+        "runtime", "hooks", "encloses", "enclosing", "of_parts",
         # the state, and one iteration
-        "state", "_embeddings", "_freed", "_recalled",
-        "_gather_finish", "_gather_event", "_waits_for_gather", "_versions",
-        "_gathered_writes",
+        "state",
+        "_gather_finish", "_gather_event", "_waits_for_gather", "_gathered_plan", "_versions",
         "forwards", "max_forwards", "next_in_backward", "running", "input_nodes", "backward_began",
         "entered_in", "weight_grads_deferred", "recomputed", "recomputes_all", "has_graph",
         "reduced",
@@ -486,7 +485,7 @@ def test_what_a_copied_unit_keeps_and_what_is_made_anew() -> None:
         "dirty", "materialized", "num_plans", "incomplete", "generation", "reduce_plans",
         "_gather_batches",
         "_reserved_tags", "_secondary_size",
-        "secondary", "_sharded", "_versioned", "_secondary_for", "unwritten", "initial",
+        "secondary", "_sharded", "_versioned", "_secondary_for",
         "_planned", "shown", "trains",
     }  # fmt: skip
     given = {"mesh", "device", "_config", "_registration"}

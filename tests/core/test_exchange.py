@@ -32,12 +32,12 @@ if not RUNS_ON_TORCH:
     import fsdp2.transports.host.meeting
     from benchmarks.transport import counting_sent, pretended_hosts
     from fsdp2 import MixedPrecisionPolicy
-    from fsdp2.comm.means import cut, whole_bytes
     from fsdp2.transports.host.exchange import Exchange
     from fsdp2.transports.host.links import HostLinks, host_links, places_of
     from fsdp2.transports.host.meeting import SWITCH
     from fsdp2.transports.host.messages import Messages
     from fsdp2.transports.host.reads import SCATTER, HostReads, key
+    from fsdp2.transports.host.sums import cut, whole_bytes
 
 
 def links_of(group: dist.ProcessGroup) -> HostLinks:

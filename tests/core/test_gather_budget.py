@@ -26,10 +26,11 @@ from fsdp2 import (
     fully_shard,
     shard_model,
 )
-from fsdp2.features.gather_budget import GatherBudgetError
+from fsdp2.features.gather_budget import GatherBudget, GatherBudgetError
 from fsdp2.planning.replay.replay import replay
 from fsdp2.planning.replay.setups import make_setup
 from fsdp2.planning.trace.tracing import trace_step
+from fsdp2.runtime.runtime import runtime_of
 from fsdp2.sharding import bucket
 from fsdp2.wrap import units_of
 from gathers import bytes_held, counting
@@ -479,7 +480,9 @@ def test_a_copy_and_a_table_know_the_budget() -> None:
     copied: Any = copy.deepcopy(model)
     batch = TRANSFORMER.batch(0, dist.get_rank(), torch.float32)
     TRANSFORMER.loss(copied, *batch).backward()
-    assert copied._units(True)[0].runtime.budget.max_bytes == 20_000
+    budget = runtime_of(copied._units(True)[0]).part(GatherBudget)
+    assert budget is not None
+    assert budget.max_bytes == 20_000
 
 
 @distributed(2)

@@ -32,12 +32,12 @@ pytestmark = [ours_only("transports"), cpu_only("gloo")]
 if not RUNS_ON_TORCH:
     import fsdp2
     from fsdp2 import CommPolicy, MixedPrecisionPolicy, estimate, explain, shard_model
-    from fsdp2.comm.means import WHOLE_BYTES
     from fsdp2.transports.compressed.transports import Wire
     from fsdp2.transports.host.exchange import Exchange
     from fsdp2.transports.host.links import HostLinks, connect
     from fsdp2.transports.host.meeting import ORDER, SWITCH
     from fsdp2.transports.host.relays import HostRelays
+    from fsdp2.transports.host.sums import WHOLE_BYTES
 
 # By ranks: the host of each. Even, uneven, one rank alone, out of order, many, and more ranks than
 # the others have.

@@ -440,7 +440,7 @@ def test_any_order_of_gathers_and_frees_by_hand() -> None:
         elif event in ("reshard", "drop_secondary"):
             unit.reshard(streams)
         elif event == "free_early":
-            unit._transition("free_early")  # (nothing here is large enough)
+            unit.transition("free_early")  # (nothing here is large enough)
         elif event == "forward":
             assert_same(model(inputs), plain(inputs), "forward")
         else:

@@ -15,12 +15,12 @@ from unittest import mock
 from fsdp2.comm import streams as streams_module
 from fsdp2.comm.streams import DeviceStreams
 from fsdp2.comm.transports import GroupTransport, done
+from fsdp2.features.early_free.early_free import EarlyFree
 from fsdp2.features.early_free.references import References
-from fsdp2.runtime import by_hand
-from fsdp2.runtime import unit as unit_module
+from fsdp2.features.frozen_cache import FrozenCache
 from fsdp2.runtime.hooks import UnitHooks
 from fsdp2.runtime.reduction import Reduction, ReductionsInFlight
-from fsdp2.runtime.runtime import Runtime, runtime_of
+from fsdp2.runtime.runtime import Runtime
 from fsdp2.runtime.states import State
 from fsdp2.runtime.unit import Forward, Unit
 from fsdp2.sharding.bucket import Bucket, GradientStore, SecondaryShards
@@ -290,15 +290,19 @@ def _reset_lazily(self: Runtime) -> None:
     self.forward_root = None
 
 
-def _free_held_at_once(buckets: Any, streams: Any) -> None:
-    for bucket in buckets:
+def _free_held_at_once(unit: Unit, streams: Any, buckets: Any = None) -> None:
+    for bucket in unit.buckets if buckets is None else buckets:
+        if not bucket.cache_valid:
+            continue
         bucket.cache_valid = False
         with streams.gathering():
             bucket.free()
 
 
-def _free_held_while_gathering(buckets: Any, streams: Any) -> None:
-    for bucket in buckets:
+def _free_held_while_gathering(unit: Unit, streams: Any, buckets: Any = None) -> None:
+    for bucket in unit.buckets if buckets is None else buckets:
+        if not bucket.cache_valid:
+            continue
         bucket.cache_valid = False
         with streams.gathering():
             streams.before_free()
@@ -317,8 +321,7 @@ def _free_what_is_held(unit: Unit, streams: Any, **_: Any) -> None:
             bucket.free()
 
 
-def _believe_gathered(unit: Unit) -> None:
-    runtime = runtime_of(unit)
+def _believe_gathered(runtime: Runtime, unit: Unit) -> None:
     if runtime.ends_iteration or runtime.in_backward:
         return
     if unit.state is State.SHARDED:
@@ -425,7 +428,7 @@ MUTATIONS: dict[str, Mutation] = {
     "a parameter is given back early without a wait for compute": Mutation(
         "large_root",
         FREED,
-        lambda: inside(Unit, "_release", lambda: nothing(D, "before_free")),
+        lambda: inside(EarlyFree, "_free", lambda: nothing(D, "before_free")),
     ),
     "a parameter is given back early though autograd holds it": Mutation(
         "large_root_reads_again",
@@ -440,20 +443,18 @@ MUTATIONS: dict[str, Mutation] = {
         "writes_what_is_kept",
         FREED,
         lambda: inside(
-            Unit, "start_unshard", lambda: replace(unit_module, "free_cached", _free_held_at_once)
+            FrozenCache, "before_gather", lambda: replace(Unit, "drop_cache", _free_held_at_once)
         ),
     ),
     "what is no longer kept is freed without a wait for compute": Mutation(
         "keeps_no_more",
         FREED,
-        lambda: inside(
-            Unit, "drop_cache", lambda: replace(unit_module, "free_cached", _free_held_at_once)
-        ),
+        lambda: replace(Unit, "drop_cache", _free_held_at_once),
     ),
     "what is kept is freed inside of the gather's stream": Mutation(
         "writes_what_is_kept",
         FREED,
-        lambda: replace(unit_module, "free_cached", _free_held_while_gathering),
+        lambda: replace(Unit, "drop_cache", _free_held_while_gathering),
     ),
     "compute does not wait for the gather of what is kept": Mutation(
         "keeps_frozen", READ, lambda: before(Unit, "wait_unshard", _wait_for_nothing_kept)
@@ -464,7 +465,7 @@ MUTATIONS: dict[str, Mutation] = {
     "an embedding that is kept is given back early": Mutation(
         "keeps_an_embedding",
         GONE,
-        lambda: inside(Unit, "free_embeddings_early", lambda: replace(Bucket, "cached", _Never())),
+        lambda: inside(EarlyFree, "_free_embeddings", lambda: replace(Bucket, "cached", _Never())),
     ),
     # prefetches that nobody uses
     "a mispredicted prefetch still reads when the optimizer writes": Mutation(
@@ -537,10 +538,10 @@ MUTATIONS: dict[str, Mutation] = {
     "a stage's gather between forward and backward is not waited for": Mutation(
         "pipeline",
         READ,
-        lambda: after(by_hand, "gather_for_backward", _drop_in_flight),
+        lambda: after(Runtime, "gather_for_backward", lambda _, unit: _drop_in_flight(unit)),
     ),
     "a stage takes what was freed after forward for gathered": Mutation(
-        "pipeline", GONE, lambda: replace(by_hand, "gather_for_backward", _believe_gathered)
+        "pipeline", GONE, lambda: replace(Runtime, "gather_for_backward", _believe_gathered)
     ),
     "gradients that were computed apart are reduced without a wait for them": Mutation(
         "pipeline_of_shards",

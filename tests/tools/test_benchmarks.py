@@ -38,9 +38,9 @@ from benchmarks.published_runs import Run
 from benchmarks.ranks import run_ranks
 from benchmarks.steps import DisagreementError, check_agreement
 from benchmarks.variants import BASELINE, BEST_BASELINE, OURS, VARIANTS
-from fsdp2.comm import means
-from fsdp2.comm.means import MEASURED_WHOLE_BYTES
+from fsdp2.transports.host import sums
 from fsdp2.transports.host.exchange import EXCHANGE_MAX_RANKS
+from fsdp2.transports.host.sums import MEASURED_WHOLE_BYTES
 
 MB = 1 << 20
 TINY = suite.Settings(
@@ -365,10 +365,10 @@ def test_one_exchange_is_used_up_to_where_it_gains_most() -> None:
 
 def test_the_limit_of_one_exchange_by_ranks() -> None:
     measured = {True: {4: 400, 8: 100}, False: {4: 40}}
-    with mock.patch.object(means, "MEASURED_WHOLE_BYTES", measured):
-        found = [means.whole_bytes(n, one_host=True) for n in (3, 4, 5, 8, 16, 32)]
+    with mock.patch.object(sums, "MEASURED_WHOLE_BYTES", measured):
+        found = [sums.whole_bytes(n, one_host=True) for n in (3, 4, 5, 8, 16, 32)]
         assert found == [400, 400, 100, 100, 50, 25]
-        assert means.whole_bytes(5, one_host=False) == 32
+        assert sums.whole_bytes(5, one_host=False) == 32
 
 
 def test_the_limit_of_exchanges_is_where_one_of_both_ways_begins_to_lose() -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 import harness
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp2.features.early_free.early_free import EarlyFree
 from fsdp2.runtime.reduction import Reduction, ReductionsInFlight
 from fsdp2.runtime.runtime import Runtime
 from fsdp2.runtime.unit import unit_of
@@ -328,16 +329,14 @@ def test_an_account_does_not_hold_what_is_given_back_early() -> None:
     fully_shard(model[1], mesh=cached_mesh(dist.get_world_size()))
     fully_shard(model, mesh=cached_mesh(dist.get_world_size()), direct_min_bytes=0)
     freed: set[str] = set()
-    free_early = Bucket.free_early
+    free = EarlyFree.free
 
-    def noting(bucket: Bucket, i: int) -> None:
-        free_early(bucket, i)
-        assert bucket.gathered is not None
-        piece = bucket.gathered.piece(bucket.layout.slots[i].full_offset)
-        if not bucket.gathered.storages[piece].nbytes():
+    def noting(part: EarlyFree, bucket: Bucket, i: int) -> None:
+        free(part, bucket, i)
+        if not bucket.own_piece(i).nbytes():
             freed.add(bucket.params[i].fqn)
 
-    with mock.patch.object(Bucket, "free_early", noting):
+    with mock.patch.object(EarlyFree, "free", noting):
         model(torch.arange(8)).square().mean().backward()
     assert freed == {"0.weight", "2.weight"}
 

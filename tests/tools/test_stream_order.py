@@ -15,7 +15,6 @@ import pytest
 
 import trace_hashes
 from fsdp2.comm.streams import DeviceStreams
-from fsdp2.runtime import by_hand
 from fsdp2.runtime.runtime import Runtime
 from fsdp2.runtime.unit import Unit
 from fsdp2.testing import Violation, check
@@ -149,11 +148,11 @@ def test_stages_of_zero_bubble_pipelines_ordered_by_the_host(host: str) -> None:
 def test_pipelines_reach_what_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients that no hook has seen are reduced, and added up; gathers happen in between."""
     seen: Counter[str] = Counter()
-    gather, take = by_hand.gather_for_backward, Runtime.take_weight_gradients
+    gather, take = Runtime.gather_for_backward, Runtime.take_weight_gradients
 
-    def counted_gather(unit: Unit) -> None:
+    def counted_gather(self: Runtime, unit: Unit) -> None:
         before = unit.state
-        gather(unit)
+        gather(self, unit)
         deferred = any(other.weight_grads_deferred for other in unit.runtime.units)
         seen["gathered apart"] += deferred and before is not unit.state
 
@@ -162,7 +161,7 @@ def test_pipelines_reach_what_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None
         take(self, unit)
         seen["reduced" if unit.config.reduce_grads else "added up"] += there
 
-    monkeypatch.setattr(by_hand, "gather_for_backward", counted_gather)
+    monkeypatch.setattr(Runtime, "gather_for_backward", counted_gather)
     monkeypatch.setattr(Runtime, "take_weight_gradients", counted_take)
     for seed in range(8):
         violations(pipelined(plan_of(seed), seed))

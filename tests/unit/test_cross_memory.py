@@ -13,9 +13,9 @@ import harness
 if harness.RUNS_ON_TORCH or not sys.platform.startswith("linux"):
     pytest.skip("fsdp2 on Linux only", allow_module_level=True)
 
-from fsdp2.comm.means import cut, cut_length
 from fsdp2.transports.host import cross_memory
 from fsdp2.transports.host.cross_memory import ReadError, read
+from fsdp2.transports.host.sums import cut, cut_length
 
 
 def ranges(tensor: torch.Tensor, sizes: list[int]) -> list[int]:

@@ -52,9 +52,11 @@ ALLOWED = {
     "features/early_free/freed_params.py": "ctx func types args kwargs "
     "__torch_function__() __torch_dispatch__()",
     "runtime/borders.py": "ctx enter inputs output node before after Marks",
-    "runtime/unit.py": "self.input_nodes",
+    "runtime/unit.py": "self.input_nodes self.of_parts",
+    "runtime/events.py": "Runtime parts",
+    "features/middle.py": "output post_forward()",
     "runtime/hooks.py": "grad node output value states checker given made method args kwargs _ "
-    "_with_types() self.methods post_forward() wrap_method() call()",
+    "_with_types() self.methods post_forward() _cast() wrap_method() call()",
     "guards/optimizer_checks.py": "_installed args kwargs param param_group",
     "runtime/reduction.py": "ctx _ backward()",
     "runtime/registration.py": "args expected self._fast _Columns rows self._guarded",

@@ -19,28 +19,19 @@ PARTS = ("transports/", "features/", "guards/", "api/comm_settings.py")
 KERNEL_KNOWS = {
     "sharding/param.py": "features/parameter_hooks.py features/spmd_types.py "
     "features/tensor_subclasses/tensor_subclass.py",
-    "sharding/bucket.py": "features/early_free/references.py features/side_by_side/neighbours.py",
-    "runtime/registration.py": "features/early_free/freed_params.py "
-    "features/functional_call.py guards/lost_writes.py",
+    "sharding/bucket.py": "features/side_by_side/neighbours.py",
+    "runtime/registration.py": "features/functional_call.py guards/lost_writes.py",
     "runtime/unit_config.py": "features/frozen_cache.py",
-    "runtime/param_group.py": "features/frozen_cache.py "
-    "features/tensor_subclasses/extension.py features/tensor_subclasses/tensor_subclass.py "
-    "guards/rank_agreement/initial_values.py guards/unwritten.py "
-    "transports/compressed/transports.py",
+    "runtime/param_group.py": "features/frozen_cache.py features/tensor_subclasses/extension.py "
+    "features/tensor_subclasses/tensor_subclass.py transports/compressed/transports.py",
     "runtime/reduction.py": "features/parameter_hooks.py transports/compressed/transports.py",
     "runtime/unit_grads.py": "features/partial_gradients.py",
-    "runtime/unit.py": "features/early_free/freed_params.py features/frozen_cache.py "
-    "guards/lost_writes.py",
-    "runtime/runtime.py": "features/finalization.py features/frozen_cache.py "
-    "features/functional_call.py features/gather_budget.py features/partial_gradients.py "
-    "features/steps_in_backward.py guards/rank_agreement/first_forward.py guards/unwritten.py",
-    "runtime/by_hand.py": "features/finalization.py",
-    "runtime/building.py": "features/functional_call.py features/side_by_side/units.py "
-    "guards/optimizer_checks.py guards/rank_agreement/first_forward.py guards/unwritten.py",
-    "runtime/hooks.py": "features/middle.py",
+    "runtime/unit.py": "features/frozen_cache.py",
+    "runtime/runtime.py": "features/frozen_cache.py features/functional_call.py "
+    "features/partial_gradients.py",
+    "runtime/building.py": "features/functional_call.py",
     "api/module.py": "api/comm_settings.py features/finalization.py features/frozen_cache.py "
-    "guards/unwritten.py",
-    "api/fully_shard.py": "guards/optimizer_checks.py guards/requested_gradients.py",
+    "features/gather_budget.py",
 }
 
 

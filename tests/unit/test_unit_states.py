@@ -31,10 +31,10 @@ def test_what_is_not_in_the_table_is_refused(state: State, event: str) -> None:
     unit, after = unit_in(state), TRANSITIONS.get((state, event))
     if after is None:
         with pytest.raises(RuntimeError, match=f"{state.value}, where {event} is not allowed"):
-            unit._transition(event)
+            unit.transition(event)
         assert unit.state is state
     else:
-        unit._transition(event)
+        unit.transition(event)
         assert unit.state is after
 
 

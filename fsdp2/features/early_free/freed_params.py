@@ -38,6 +38,7 @@ class FreedParameterProxy(torch.Tensor):
     # isinstance(proxy, nn.Parameter) asks for it: a user's code may look for parameters between
     # forward and backward.
     _is_param = True
+    stands_in = True  # see `Registration.register_stand_in`
     _param: ShardedParam
     _recall: Callable[[], None]
 

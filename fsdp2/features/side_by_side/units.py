@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from typing_extensions import override
 
+from ...dtensor.memory import asked_side_by_side
+from ...runtime.events import UnitPart, registry
 from ...runtime.unit import Unit
 from ...sharding.bucket import FREE_MIN_BYTES, Bucket
 from .neighbours import NEIGHBOURS_BYTES, Neighbours, Place, is_held
@@ -72,3 +75,13 @@ def _place(buckets: Sequence[Bucket]) -> None:
     )
     for i, bucket in enumerate(buckets):
         bucket.move_to(Place(neighbours, i))
+
+
+class _SideBySide(UnitPart):
+    @override
+    def before_materialize(self, units: Sequence[Unit]) -> None:
+        if asked := asked_side_by_side():
+            place_side_by_side(units, asked)
+
+
+registry.add(_SideBySide())

@@ -97,7 +97,6 @@ class ExtensionBucket(Bucket):
         self.offload_buffer = None
         self.gathered = None
         self.secondary = None
-        self._references = {}
         self.fills_own_slices = True
         self.plan: GatherPlan = None  # type: ignore[assignment]
         self._outputs: list[torch.Tensor] = []
@@ -110,7 +109,7 @@ class ExtensionBucket(Bucket):
         self._check_methods()
 
     @override
-    def _versions(self) -> tuple[int, int]:
+    def versions(self) -> tuple[int, int]:
         # A wrapper's own counter does not see writes to the tensors that it is made of. They are
         # looked up each time: an optimizer or a load may replace them.
         (param,) = self.params

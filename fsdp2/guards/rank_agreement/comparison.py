@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...runtime.unit import Unit
 from ...sharding.param import ShardedParam, TensorSpec
 from ..samples import Samples
+from .initial_values import initial_of
 from .store_exchange import name_ranks
 
 Names = Mapping[nn.Module, str]
@@ -163,7 +164,7 @@ def initial_values(units: Iterable[Unit], names: Names) -> dict[str, dict[str, s
     """
     found: dict[str, dict[str, str]] = {}
     for unit in units:
-        taken = unit.param_group.initial
+        taken = initial_of(unit)
         for param, sample in taken.unwritten() if taken is not None else ():
             part = _part(param.tensor_parallel)
             found.setdefault(part, {})[f"'{full_name(param, names)}'"] = _checksum(sample)

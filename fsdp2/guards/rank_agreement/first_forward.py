@@ -11,15 +11,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import Self
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from ...comm.transports import backend_name
+from ...runtime.events import TreePart, registry
+from ...runtime.runtime import Runtime
 from ...runtime.states import State
 from ...runtime.unit import Unit
 from ...sharding.process_groups import timeout_of
 from .comparison import by_ranks, describe, initial_values, name_of, sampled_values
+from .initial_values import forget_initial
 from .store_exchange import MAX_LINES, TITLE, RanksDisagreeError, StoreExchange, can_meet
 
 SWITCH = "FSDP2_CHECK_RANKS"
@@ -40,27 +45,35 @@ _MIXTURE = (
 )
 
 
-class FirstForward:
-    """The comparison that is due before the first forward of a root.
+class FirstForward(TreePart):
+    """The comparison that is due before the first forward of a root."""
 
-    Args:
-        root_module: the root.
-        units: of its tree.
-    """
+    runtime: Runtime
 
-    def __init__(self, root_module: nn.Module, units: Sequence[Unit]) -> None:
-        self._root, self._units = root_module, units
-        self._gathers = any(unit.mesh.num_shards > 1 for unit in units)
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime)
+        self._root, self._units = runtime.root.modules[0], runtime.units
+        self._gathers = any(unit.mesh.num_shards > 1 for unit in self._units)
 
-    @staticmethod
-    def of(root_module: nn.Module, units: Sequence[Unit]) -> FirstForward | None:
+    @override
+    @classmethod
+    def of(cls, runtime: Runtime) -> Self | None:
         """The comparison for a tree; None if there is nothing to compare, or no store for it."""
+        units = runtime.units
         alone = all(unit.mesh.size == 1 for unit in units)
         if alone or os.environ.get(SWITCH, "1") == "0":
             return None
         if not all(can_meet(_backend(unit)) for unit in units):
             return None
-        return FirstForward(root_module, units)
+        return cls(runtime)
+
+    @override
+    def root_forward_begins(self) -> None:
+        # Before anything is gathered: ranks with different models would hang in the first gather,
+        # and could not say why.
+        if self.is_due():
+            self.compare()
+            self.runtime.remove(self)
 
     def is_due(self) -> bool:
         """Whether all ranks have to take part in the forward that begins.
@@ -105,9 +118,8 @@ class FirstForward:
         for unit in self._units:
             for transports in unit.param_group.transports:
                 transports.connect()
-        # Samples of whole parameters have memory on the device; nothing compares them again.
         for unit in self._units:
-            unit.param_group.initial = None
+            forget_initial(unit)
 
 
 def _topics(units: Sequence[Unit], names: Mapping[nn.Module, str]) -> dict[str, dict[str, str]]:
@@ -140,3 +152,6 @@ def _timeout_s(unit: Unit) -> float:
     group = unit.mesh.shard_group or unit.mesh.replicate_group
     assert group is not None
     return timeout_of(group, unit.device).total_seconds()
+
+
+registry.add(FirstForward)

@@ -11,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
+from typing_extensions import override
 
 from ...dtensor.boxes import split_evenly
 from ...dtensor.from_local import local_of
+from ...runtime.events import UnitPart, registry
+from ...runtime.unit import Unit
 from ...sharding.param import ShardedParam
 from ..samples import Samples
 
@@ -39,9 +42,9 @@ class InitialValues:
         self._shards = Samples([param.local for param in self._params])
         return self if self._params else None
 
-    def joined(self, others: Iterable[InitialValues | None]) -> InitialValues:
+    def joined(self, others: Iterable[InitialValues]) -> InitialValues:
         """These and others: of units that became one."""
-        self._others += filter(None, others)
+        self._others += others
         return self
 
     def unwritten(self) -> list[tuple[ShardedParam, bytes]]:
@@ -54,6 +57,37 @@ class InitialValues:
             (param, whole) for param, whole, before, own in rows if whole and own and own == before
         ]
         return found + [each for other in self._others for each in other.unwritten()]
+
+
+class _KeptInitial(UnitPart):
+    """Samples from `fully_shard` to the first forward."""
+
+    @override
+    def before_sharding(self, unit: Unit, params: Sequence[ShardedParam]) -> None:
+        # Afterwards no rank has whole parameters to compare with those of others.
+        unit.of_parts[InitialValues] = InitialValues(params)
+
+    @override
+    def sharded(self, unit: Unit) -> None:
+        kept = unit.of_parts.pop(InitialValues).of_shards()
+        if kept is not None:
+            unit.of_parts[InitialValues] = kept
+
+    @override
+    def merged(self, unit: Unit, former: Sequence[Unit]) -> None:
+        kept = list(filter(None, map(initial_of, former)))
+        if kept:
+            unit.of_parts[InitialValues] = kept[0].joined(kept[1:])
+
+
+def initial_of(unit: Unit) -> InitialValues | None:
+    """What was sharded, until the first forward."""
+    return unit.of_parts.get(InitialValues)
+
+
+def forget_initial(unit: Unit) -> None:
+    """Samples of whole parameters have memory on the device; nothing compares them again."""
+    unit.of_parts.pop(InitialValues, None)
 
 
 def whole_of(param: ShardedParam) -> torch.Tensor:
@@ -71,3 +105,6 @@ def is_seen_by_all(param: ShardedParam) -> bool:
         return dim is None or num_shards == 1
     last = split_evenly(param.full_shape[dim], num_shards, num_shards - 1, param.granularity)[1]
     return last * (local.nbytes // local.shape[dim]) >= 4  # as `unwritten` wants
+
+
+registry.add(_KeptInitial())

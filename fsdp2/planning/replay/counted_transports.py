@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from ...comm.means import BLOCK_NUMEL, cut_length, mean_over
+from ...comm.means import mean_over
 from ...comm.transports import Finish, GroupTransport, done, ended
 from ...sharding.bucket import Bucket
 from ...sharding.layout import BucketLayout
 from ...sharding.plans import ReducePlan, _is_simple
 from ...transports.host.exchange import EXCHANGE_MAX_RANKS, Exchange
+from ...transports.host.sums import BLOCK_NUMEL, cut_length
 from ...transports.host.topology import Places, Sent
 from ..trace.account import Account, Held
 from .device import ReplayState, Transfer

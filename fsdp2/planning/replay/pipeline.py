@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from typing_extensions import override
 
-from ...runtime import by_hand
+from ...features.finalization import Finalization
 from ...runtime.states import RESHARDED
 from ...runtime.unit import Forward
 from ..trace.account import Account, Held
@@ -180,7 +180,7 @@ class StagePlayer(Player):
         self._left: list[
             Block | None
         ] = []  # what micro-batches did not free: losses, and their graphs
-        self.runtime.finalization.manual = True
+        self.finalization = Finalization(self.runtime)
 
     def prepare(self, split: StepTrace | None, micro_batches: frozenset[int]) -> None:
         """Play these micro-batches from the trace with gradients of inputs first."""
@@ -219,7 +219,7 @@ class StagePlayer(Player):
                 unit.config.set_sync(False)
             if action.part and self._phases[True][phase]:
                 for unit in reversed(self.units):
-                    by_hand.gather_for_backward(unit)
+                    self.runtime.gather_for_backward(unit)
         self._play(self._phases[number in self._is_split][phase])
         if not action.is_forward:
             self.runtime.end_backward()
@@ -239,7 +239,7 @@ class StagePlayer(Player):
         for unit in self.units:
             unit.config.set_sync(True)
             unit.config.reshard_after_backward = True
-        by_hand.finalize_backward(self.runtime, wait=True)
+        self.finalization.finalize(wait=True)
         for block in self._left:
             self.replay.account.free(block)
         self._left.clear()

@@ -17,6 +17,8 @@ from typing_extensions import override
 
 from ...comm.mesh_transports import CommOptions
 from ...comm.streams import DeviceStreams, Streams
+from ...features.finalization import Finalization
+from ...features.gather_budget import GatherBudget
 from ...policy import (
     CPUOffloadPolicy,
     OffloadBeyond,
@@ -44,7 +46,7 @@ from ..trace.events import (
 from ..trace.paged_state import NOTHING, PlacedOptimizer
 from .device import Launch, LaunchDevice, ReplayState, Transfer
 from .shards import Setup, shard_of
-from .stand_ins import CountedBucket, CountedUnit
+from .stand_ins import CountedBucket, CountedEarlyFree, CountedUnit
 
 
 @dataclass
@@ -280,6 +282,8 @@ def _set_prefetch(
 
 class _ReplayRuntime(Runtime):
     """The runtime, driven without autograd."""
+
+    kinds_of_parts = (CountedEarlyFree, Finalization, GatherBudget)
 
     @override
     def begin_backward(self) -> None:

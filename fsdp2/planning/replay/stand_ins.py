@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from ...features.early_free.early_free import EarlyFree
 from ...features.partial_gradients import DeferredReductions
 from ...policy import CommPolicy, OffloadBeyond, compute_dtype, hops_of
 from ...runtime.param_group import ParamGroup
@@ -29,6 +30,7 @@ from ...runtime.unit_grads import UnitGrads
 from ...sharding.bucket import FREE_MIN_BYTES, Bucket
 from ...sharding.layout import BucketLayout
 from ...sharding.mesh import DataParallelMesh
+from ...sharding.param import ShardedParam
 from ...transports.compressed.quantize import gather_row
 from ..trace.account import Held
 from ..trace.allocator import Block
@@ -191,14 +193,14 @@ class CountedBucket(Bucket):
         self.secondary = None
         self._pieces: list[int] = []
         self._starts: list[int] = []
-        self._held: list[Held | None] = []
+        self.held: list[Held | None] = []
         self._offload_held: Held | None = None
         if not self.aliases_shards:
             layout, bounds = self._plan_gathered(secondary_size, split)
             size = self.gather_dtype.itemsize
             self._starts = bounds[:-1]
             self._pieces = [(stop - start) * size for start, stop in pairwise(bounds)]
-            self._held = [None] * len(self._pieces)
+            self.held = [None] * len(self._pieces)
             self.offload_buffer = True if self.shard_device != self.device else None
             self.plan: Any = CountedGather(self, self.layout, self.rank)
             self.fills_own_slices = self.offload_buffer is not None
@@ -215,18 +217,18 @@ class CountedBucket(Bucket):
     @override
     def allocate(self) -> None:
         for i, nbytes in enumerate(self._pieces):
-            if self._held[i] is None:
-                self._held[i] = Held(self.replay.account, "gathered parameters", nbytes)
+            if self.held[i] is None:
+                self.held[i] = Held(self.replay.account, "gathered parameters", nbytes)
 
     @override
     def free(self) -> None:
         if not self.keeps_storage:
-            self._held = [None] * len(self._pieces)
+            self.held = [None] * len(self._pieces)
 
     @override
     def free_pack(self) -> None:
-        if self._held and not self.keeps_storage:
-            self._held[-1] = None
+        if self.held and not self.keeps_storage:
+            self.held[-1] = None
 
     @override
     def fill_own_slices(self) -> None:
@@ -237,22 +239,9 @@ class CountedBucket(Bucket):
     def free_offload_buffer(self) -> None:
         self._offload_held = None
 
-    @override
-    def note_references(self) -> None:
-        pass
-
-    @override
-    def can_free_early(self, i: int) -> bool:
-        return i in self.own_pieces
-
-    @override
-    def has_memory(self, i: int) -> bool:
-        return self._held[self._starts.index(self.layout.slots[i].full_offset)] is not None
-
-    @override
-    def free_early(self, i: int) -> None:
-        """Free one parameter's storage; no references to it remain."""
-        self._held[self._starts.index(self.layout.slots[i].full_offset)] = None
+    def piece_of(self, i: int) -> int:
+        """Which piece of memory one of ``own_pieces`` has."""
+        return self._starts.index(self.layout.slots[i].full_offset)
 
     @override
     def new_partial(self, dtype: torch.dtype) -> Any:
@@ -266,6 +255,28 @@ class CountedBucket(Bucket):
             self.grads = _GradientStore(self.replay, self)  # type: ignore[assignment]
         self.grads.allocate()  # type: ignore[union-attr]
         return self.grads
+
+
+class CountedEarlyFree(EarlyFree):
+    """Frees pieces of counted memory, to which no references remain."""
+
+    @override
+    def stand_in(self, unit: Unit, param: ShardedParam) -> None:
+        pass
+
+    @override
+    def count_own(self, bucket: Bucket) -> None:
+        pass
+
+    @override
+    def has_memory(self, bucket: Bucket, i: int) -> bool:
+        counted = cast(CountedBucket, bucket)
+        return counted.held[counted.piece_of(i)] is not None
+
+    @override
+    def free(self, bucket: Bucket, i: int) -> None:
+        counted = cast(CountedBucket, bucket)
+        counted.held[counted.piece_of(i)] = None
 
 
 class _Secondary:
@@ -552,10 +563,6 @@ class CountedUnit(Unit):
     grads_type = CountedUnitGrads
     param_group: CountedParamGroup
 
-    @override
-    def look_for_lost_writes(self) -> None:
-        """Nothing writes to parameters here."""
-
     def __init__(
         self,
         replay: ReplayState,
@@ -593,10 +600,6 @@ class CountedUnit(Unit):
         """Plan the buckets of these parameters, sharded on these dims in blocks of rows."""
         self.param_group.take(self.replay, self.name, params, replicate_below, dims, granularities)
         self.num_trained = sum(info.requires_grad for info in params)
-
-    @override
-    def _register_proxy(self, param: Any) -> None:
-        pass
 
     def gradient(
         self, param: CountedParam, nbytes: int, dtype: torch.dtype, block: Block | None = None

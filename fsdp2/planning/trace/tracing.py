@@ -422,7 +422,6 @@ class _TracedUnit:
 class _Recorder:
     """Takes the place of a runtime and records the calls to it."""
 
-    middle = None
     num_backwards = 0
 
     def __init__(

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from ...comm.means import cut, mean_in_order, whole_bytes
 from ...comm.streams import Finish, wait_for
 from ...sharding.plans import GatherPlan, RowGather
 from ...sharding.plans import Messages as Listed
 from .followers import follow
+from .sums import cut, mean_in_order, whole_bytes
 
 
 class Messages:

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch.profiler import record_function
 
-from ...comm.means import BLOCK_NUMEL, cut, mean_in_order
 from ...comm.streams import Finish
 from ...sharding.plans import GatherPlan, RowGather
 from .cross_memory import Ranges
 from .links import USES_OF_TAG, HostLinks, Operation, Posts
+from .sums import BLOCK_NUMEL, cut, mean_in_order
 
 GATHER, SCATTER, SUM, SPREAD = range(4)  # what a tag is used for, by each of these once
 

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from ...comm.means import WHOLE_BYTES, cut, mean_in_order
 from ...comm.streams import Finish, wait_for
 from ...sharding.plans import GatherPlan, RowGather
 from ...sharding.plans import Messages as Listed
@@ -30,6 +29,7 @@ from .followers import Step, follow
 from .links import HostLinks, Posts
 from .messages import Messages, buffers
 from .reads import GATHER, SCATTER, SPREAD, SUM, add_up, key, ranges_of
+from .sums import WHOLE_BYTES, cut, mean_in_order
 
 Message = tuple[list[torch.Tensor], int, int]  # as ``send`` takes it
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-from ...comm.means import WHOLE_BYTES, whole_bytes
+from .sums import WHOLE_BYTES, whole_bytes
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,226 @@
+"""What happens in a tree of units, for the parts of the library that the kernel does not know.
+
+A part is a class with the events that it wants to hear. The kernel tells them without asking what
+is on: `Events` has for each event the bound methods of those parts that override it, in the order
+in which parts were registered. An event that nobody hears is an empty tuple, which costs a hook 25
+nanoseconds.
+
+There are two kinds. A `UnitPart` is one object per process, and hears of units from their making
+on, and keeps what it knows of one in `Unit.of_parts`: in a weak dictionary, values that lead to
+parameters, their modules and so to the unit would keep it alive. A `TreePart` is made with the
+runtime of a tree, and hears of its steps. Events pass units, never tensors: a reference would keep
+memory alive, and those to parameters are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Self
+
+from torch import nn
+
+from ..sharding.param import ShardedParam
+from .reduction import Reduction
+from .unit import Forward, Unit
+from .unit_grads import Taken
+
+Runtime = Any  # of `runtime`, which imports this file: parts name the class
+
+
+class UnitPart:
+    """A part that hears of all units of this process. It overrides the events that it wants."""
+
+    def before_sharding(self, unit: Unit, params: Sequence[ShardedParam]) -> None:
+        """``params`` are whole, and about to become those of ``unit``."""
+
+    def sharded(self, unit: Unit) -> None:
+        """`fully_shard` has made ``unit``, with its hooks."""
+
+    def before_apply(self, unit: Unit, fn: object, modules: Iterable[nn.Module]) -> None:
+        """``Module._apply`` is about to call ``fn`` on all tensors of ``modules``, of ``unit``."""
+
+    def after_apply(self, unit: Unit) -> None:
+        """It has."""
+
+    def merged(self, unit: Unit, former: Sequence[Unit]) -> None:
+        """``unit`` has taken the places of ``former``."""
+
+    def before_tree(self, root_module: nn.Module, root: Unit, units: Sequence[Unit]) -> None:
+        """``units`` are about to get a runtime; nothing has changed yet, so this may refuse."""
+
+    def before_materialize(self, units: Sequence[Unit]) -> None:
+        """``units`` know their order and parameters, and nothing has gathered them yet."""
+
+    def before_setting(self, unit: Unit, name: str, value: object) -> None:
+        """A setting of ``unit`` is about to change; this may refuse."""
+
+
+class TreePart:
+    """A part of the runtime of one tree. It overrides the events that it wants to hear."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+
+    @classmethod
+    def of(cls, runtime: Runtime) -> Self | None:
+        """The part for a tree whose runtime was just made; None: it has nothing to do there."""
+        return cls(runtime)
+
+    def before_root_forward(self) -> None:
+        """A root's forward was called; nothing has changed yet, so this may refuse."""
+
+    def root_forward_begins(self) -> None:
+        """Nothing is in flight, and nothing was gathered for it yet."""
+
+    def before_reuse(self, unit: Unit) -> None:
+        """What of ``unit`` is gathered is about to be used again, by a forward or a user."""
+
+    def forward_begins(self, unit: Unit) -> None:
+        """``unit`` is about to be gathered, or to go on, for a forward of one of its modules."""
+
+    def forward_ends(self, unit: Unit, forward: Forward | None) -> None:
+        """It was freed, or kept, after ``forward``; None: one without a graph."""
+
+    def unit_kept(self, unit: Unit, forward: Forward | None) -> None:
+        """``unit`` stays gathered after ``forward``, which has a graph; None: after another one,
+        after its backward or the end of all of it."""
+
+    def gather_requested(self, unit: Unit) -> None:
+        """Before anything else of a gather."""
+
+    def before_planning(self, unit: Unit) -> None:
+        """Storages of ``unit`` are about to be made, which takes their memory for a moment."""
+
+    def planned(self, unit: Unit) -> None:
+        """``unit`` has other storages now, or others of its parameters are frozen. When the tree is
+        built, this is told of its root alone."""
+
+    def before_gather(self, unit: Unit) -> None:
+        """``unit`` is planned, and its gathered storage is about to get memory."""
+
+    def first_gathered(self, unit: Unit) -> None:
+        """The first gather into new storages was launched."""
+
+    def backward_begins(self) -> None:
+        """A run of autograd has come to the tree; nothing has changed yet, so this may refuse."""
+
+    def backward_leaves(self, unit: Unit) -> None:
+        """The gradients of one forward of ``unit`` are done, and it was freed if it is to be."""
+
+    def gradients_taken(self, unit: Unit, taken: Taken) -> None:
+        """``taken`` are complete, and off the parameters; ``unit`` may be gathered still."""
+
+    def reductions_launched(self, unit: Unit, reductions: Sequence[Reduction]) -> None:
+        """``reductions`` of ``unit`` are about to start."""
+
+    def reduction_completed(self, unit: Unit, reduction: Reduction) -> None:
+        """``.grad`` has what it reduced, unless it waits for an all-reduce."""
+
+    def iteration_ends(self) -> None:
+        """All ``.grad`` are complete."""
+
+    def backward_ends(self) -> None:
+        """All units are freed that are to be."""
+
+    def backward_abandoned(self) -> RuntimeError | None:
+        """A backward raised, or was dropped; returns what to raise when the tree is reset."""
+
+    def tree_reset(self) -> None:
+        """Whatever the last iteration was about is over."""
+
+    def before_shards_read(self, unit: Unit, what: str) -> None:
+        """The shards are about to be ``what``, "saved" or "copied"; this may refuse."""
+
+    def before_shards_written(self, unit: Unit) -> None:
+        """Values are about to be loaded into the shards; this may refuse."""
+
+    def gathered_for_user(self, unit: Unit) -> None:
+        """A user has called ``unshard`` and may now read and write what is gathered."""
+
+    def before_user_reshards(self, unit: Unit) -> None:
+        """A user has called ``reshard``; ``unit`` may be gathered still."""
+
+
+class _Hearers:
+    """The methods of parts, by event."""
+
+    def __init__(self, base: type, parts: Iterable[Any]) -> None:
+        parts = list(parts)
+        for name in (name for name in vars(base) if not name.startswith("_") and name != "of"):
+            heard = [part for part in parts if getattr(type(part), name) is not vars(base)[name]]
+            setattr(self, name, tuple(getattr(part, name) for part in heard))
+
+
+_OfUnit = tuple[Callable[[Unit], None], ...]
+_OfTree = tuple[Callable[[], None], ...]
+
+
+class UnitEvents(_Hearers):
+    """Who hears what of all units: see `UnitPart`."""
+
+    before_sharding: tuple[Callable[[Unit, Sequence[ShardedParam]], None], ...]
+    sharded: _OfUnit
+    before_apply: tuple[Callable[[Unit, object, Iterable[nn.Module]], None], ...]
+    after_apply: _OfUnit
+    merged: tuple[Callable[[Unit, Sequence[Unit]], None], ...]
+    before_tree: tuple[Callable[[nn.Module, Unit, Sequence[Unit]], None], ...]
+    before_materialize: tuple[Callable[[Sequence[Unit]], None], ...]
+    before_setting: tuple[Callable[[Unit, str, object], None], ...]
+
+
+class TreeEvents(_Hearers):
+    """Who hears what of one tree: see `TreePart`."""
+
+    before_root_forward: _OfTree
+    root_forward_begins: _OfTree
+    before_reuse: _OfUnit
+    forward_begins: _OfUnit
+    forward_ends: tuple[Callable[[Unit, Forward | None], None], ...]
+    unit_kept: tuple[Callable[[Unit, Forward | None], None], ...]
+    gather_requested: _OfUnit
+    before_planning: _OfUnit
+    planned: _OfUnit
+    before_gather: _OfUnit
+    first_gathered: _OfUnit
+    backward_begins: _OfTree
+    backward_leaves: _OfUnit
+    gradients_taken: tuple[Callable[[Unit, Taken], None], ...]
+    reductions_launched: tuple[Callable[[Unit, Sequence[Reduction]], None], ...]
+    reduction_completed: tuple[Callable[[Unit, Reduction], None], ...]
+    iteration_ends: _OfTree
+    backward_ends: _OfTree
+    backward_abandoned: tuple[Callable[[], RuntimeError | None], ...]
+    tree_reset: _OfTree
+    before_shards_read: tuple[Callable[[Unit, str], None], ...]
+    before_shards_written: _OfUnit
+    gathered_for_user: _OfUnit
+    before_user_reshards: _OfUnit
+
+
+class Registry:
+    """The parts of this process, in the order of their registration.
+
+    Attributes:
+        on: what those that hear of all units hear.
+    """
+
+    def __init__(self) -> None:
+        self.tree_parts: list[type[TreePart]] = []
+        self.unit_parts: list[UnitPart] = []
+        self.on = UnitEvents(UnitPart, ())
+
+    def add(self, part: type[TreePart] | UnitPart) -> None:
+        """Register a part; trees that have run already do without a `TreePart`."""
+        if isinstance(part, UnitPart):
+            self.unit_parts.append(part)
+            self.on = UnitEvents(UnitPart, self.unit_parts)
+        else:
+            self.tree_parts.append(part)
+
+    def place_of(self, part: TreePart) -> int:
+        """The place of ``part`` among those that hear of a tree."""
+        kinds = self.tree_parts
+        return next((i for i, kind in enumerate(kinds) if isinstance(part, kind)), len(kinds))
+
+
+registry = Registry()
