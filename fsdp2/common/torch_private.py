@@ -54,7 +54,7 @@ AUTOGRAD = (
         "torch._C._will_engine_execute_node",
     ),
     *_names(
-        "the callback at the end of backward",
+        "the callback at the end of backward, and whether it was asked for inputs",
         "torch.autograd.Variable._execution_engine",
     ),
     *_names(

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
@@ -282,8 +283,12 @@ class UnitHooks:
             runtime.pre_backward(unit, forward)
             return
         self._num_accumulated = 0
-        # The engine knows only now, while it runs, which of its nodes it is going to execute.
-        runtime.pre_backward(unit, forward, accumulates=unit.gradients.are_accumulated())
+        # The engine knows only now, while it runs, which of its nodes it is going to execute. A run
+        # without `inputs`, in which alone it allows reentrant checkpoints, accumulates everything;
+        # the nodes of what is in such a checkpoint are those of another run, inside this one.
+        everything = Variable._execution_engine.is_checkpoint_valid()
+        accumulates = everything or unit.gradients.are_accumulated()
+        runtime.pre_backward(unit, forward, accumulates=accumulates)
 
     def leave_backward(self, grads: Sequence[torch.Tensor | None] = ()) -> None:
         """Backward left the unit through its inputs, whose gradients are ``grads``."""

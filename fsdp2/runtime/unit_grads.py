@@ -59,10 +59,11 @@ class UnitGrads:
         return False
 
     def are_accumulated(self) -> bool | None:
-        """Whether the run of autograd in progress accumulates gradients of this unit.
+        """Whether the run of autograd in progress, which was asked for inputs, accumulates any
+        gradient of this unit.
 
-        ``backward()`` does; ``autograd.grad``, and ``backward(inputs=...)`` with other inputs, pass
-        through the unit without accumulating. To be called inside such a run.
+        ``backward(inputs=...)`` does if it is asked for some of its parameters; ``autograd.grad``
+        passes through the unit without accumulating. To be called inside such a run.
 
         Returns:
             None where nothing of the unit was trained in the forward.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from counted import counting_reductions
 from fsdp2 import FSDPModule
 from harness import distributed, ours_only
 from models import Case, normal_batch
@@ -113,6 +114,28 @@ def test_accumulation_without_communication(reentrant: bool) -> None:
         model.set_requires_gradient_sync(step == 2)
         run_both(case, model, plain, step, average=step == 2)
     assert_same_gradients(model, plain)
+
+
+@both_kinds
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("place", PLACES)
+@distributed(2)
+def test_accumulation_reduces_once_per_unit(place: str, deep: bool, reentrant: bool) -> None:
+    """In the backward with gradient sync, wherever the checkpoints are."""
+    case = case_of(place, reentrant, deep)
+    model, plain = pair(case)
+    assert isinstance(model, FSDPModule)
+    counted = counting_reductions(model)
+    for micro in range(6):
+        model.set_requires_gradient_sync(micro % 3 == 2)
+        run_both(case, model, plain, micro, average=micro % 3 == 2)
+        for unit, counter in counted.items():
+            has_own = not (deep and unit in model.get_submodule("blocks").children())
+            assert counter.calls == (micro + 1) // 3 * has_own
+        if micro % 3 == 2:
+            assert_same_gradients(model, plain)
+            model.zero_grad()
+            plain.zero_grad()
 
 
 @both_kinds

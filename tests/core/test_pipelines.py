@@ -24,6 +24,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from counted import CountedReduceScatter, counting_reductions
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
 from harness import cached_mesh, distributed, ours_only
 from models import TRANSFORMER
@@ -404,41 +405,15 @@ def accumulating(sharded: bool) -> Callable[[nn.Module], None]:
     return prepare
 
 
-class CountedReduceScatter:
-    """Counts the reductions of the modules that it is given to."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: Any,
-        op: Any,
-        async_op: bool = False,
-    ) -> Any:
-        self.calls += 1
-        return dist.reduce_scatter_tensor(
-            output_tensor, input_tensor, op, group=group, async_op=async_op
-        )
-
-
 @pytest.mark.parametrize("kind", [Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble])
 @pytest.mark.parametrize("sharded", [False, True])
 @distributed(4)
 def test_reductions_per_step(kind: Any, sharded: bool) -> None:
     """One for each unit and step; or, where gradients accumulate sharded, one per micro-batch."""
-    counted: dict[nn.Module, CountedReduceScatter] = {}
+    counted: dict[FSDPModule, CountedReduceScatter] = {}
 
     def count(stage: nn.Module) -> None:
-        for module in stage.modules():
-            if isinstance(module, FSDPModule):
-                counted[module] = CountedReduceScatter()
-                module.set_custom_reduce_scatter(counted[module])
+        counted.update(counting_reductions(stage))
         accumulating(sharded)(stage)
 
     it = Pipeline.make(kind, *data_and_pipeline(), prepare=count)
@@ -470,13 +445,10 @@ def test_the_all_reduce_alone_at_the_end(num_micro_batches: int) -> None:
     """Shards accumulate over micro-batches; what a stage calls last all-reduces them once."""
     mesh = cached_mesh(2, 2, names=("replicate", "shard"))
     model, plain = pair(TRANSFORMER, mesh=mesh)
-    units = [m for m in model.modules() if isinstance(m, FSDPModule)]
-    scattered, reduced = [], []
-    for unit in units:
-        counter = CountedReduceScatter()
-        unit.set_custom_reduce_scatter(counter)
+    scattered = counting_reductions(model)
+    reduced: list[int] = []
+    for unit in scattered:
         unit.set_all_reduce_hook(lambda part: reduced.append(part.numel()))
-        scattered.append(counter)
     assert isinstance(model, FSDPModule)
     model.set_accumulate_sharded(True)
     for step in range(2):
@@ -485,8 +457,8 @@ def test_the_all_reduce_alone_at_the_end(num_micro_batches: int) -> None:
         for micro in range(num_micro_batches):
             run_both(TRANSFORMER, model, plain, 3 * step + micro)
         assert not reduced
-        calls = [counter.calls for counter in scattered]
-        assert sum(calls) >= num_micro_batches * len(units)
+        calls = [counter.calls for counter in scattered.values()]
+        assert sum(calls) >= num_micro_batches * len(scattered)
         # As PipelineStage.perform_reduce_grad does it.
         model.set_is_last_backward(True)
         model.set_requires_gradient_sync(True)
@@ -495,7 +467,7 @@ def test_the_all_reduce_alone_at_the_end(num_micro_batches: int) -> None:
             for group in each._fsdp_param_groups:
                 group.post_backward()
         state._root_post_backward_final_callback()
-        assert [counter.calls for counter in scattered] == calls
+        assert [counter.calls for counter in scattered.values()] == calls
         assert sum(reduced) == sum(-(-p.shape[0] // 2) * p[0].numel() for p in plain.parameters())
         assert_same_gradients(model, plain)
         reduced.clear()
