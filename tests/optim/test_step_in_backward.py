@@ -394,11 +394,11 @@ def freeing() -> tuple[Any, Any, Any, Any]:
     return model, optimizer, right_model, adam(right_model)
 
 
-def gradient_bytes(model: Any) -> int:
-    """Bytes of memory for reduced gradients that there are now."""
+def freed_gradients(model: Any) -> set[str]:
+    """Names of parameters without memory for a reduced gradient, though they have had some."""
     buckets = [b for m in model.modules() if hasattr(m, "unshard") for b in unit_of(m).buckets]
-    stores = [b.grads for b in buckets if b.grads is not None]
-    return sum(store.storage.nbytes() for store in stores if not store.is_free)
+    freed = [b for b in buckets if b.grads is not None and b.grads.is_free]
+    return {param.fqn for bucket in freed for param in bucket.params}
 
 
 def wait_for_steps(optimizer: Any) -> None:
@@ -411,12 +411,23 @@ def test_gradients_are_freed_when_their_step_is_over() -> None:
     model, optimizer, right_model, right = freeing()
     train(model, optimizer, range(2))
     train(right_model, right, range(2))
-    in_the_middle(model, lambda: wait_for_steps(optimizer))
+    over: list[str] = []
+    go_on = threading.Event()
+
+    def wait() -> None:
+        wait_for_steps(optimizer)
+        over.extend(stepped(optimizer))
+        # Whether later ones are over when backward is would be chance: none is.
+        vars(optimizer)[_STEPS]._worker.submit(go_on.wait)
+
+    in_the_middle(model, wait)
     loss_of(model, 2).backward()
     loss_of(right_model, 2).backward()
-    whole = gradient_bytes(right_model)
-    # What comes after the first block, and two blocks whose reductions were in flight there.
-    assert 0 < gradient_bytes(model) <= whole * 5 / 8
+    freed, later = freed_gradients(model), stepped(optimizer)[len(over) :]
+    go_on.set()
+    assert over
+    assert later
+    assert freed - freed_gradients(right_model) == set(over)
     optimizer.step()
     right.step()
     assert all(p.grad is None for p in model.parameters())
