@@ -41,6 +41,7 @@ from typing_extensions import override
 
 from ..comm.transports import backend_name
 from ..common.classes import original_class
+from ..common.torch_patches import register, wrap
 from ..dtensor.placement import own_part, this_rank
 from ..dtensor.subclasses import is_subclass
 from ..guards.rank_agreement.comparison import by_ranks
@@ -53,16 +54,12 @@ from ..sharding.param import managed_param
 from ..sharding.process_groups import timeout_of
 from .full_state import full_state_dict
 
-_torch_is_adapted = False
-
 
 def adapt_torch() -> None:
     """Let pruning of sharded parameters raise, and optimizers cut whole state, from now on."""
-    global _torch_is_adapted
-    if not _torch_is_adapted:
-        _torch_is_adapted = True
-        register_module_parameter_registration_hook(_check_registration)
-        _cut_whole_state()
+    hook = partial(register_module_parameter_registration_hook, _check_registration)
+    register(_check_registration, hook)
+    wrap("torch.optim.Optimizer.load_state_dict", _load_state_dict)
 
 
 def _check_registration(module: nn.Module, name: str, param: Any) -> None:
@@ -78,15 +75,10 @@ def _check_registration(module: nn.Module, name: str, param: Any) -> None:
 # -- state of optimizers ---------------------------------------------------------------------------
 
 
-def _cut_whole_state() -> None:
-    """Let all optimizers cut whole state of sharded parameters."""
-    inherited = Optimizer.load_state_dict
-
-    @wraps(inherited)
-    def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
-        inherited(self, _cut_state(self, state_dict))
-
-    Optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
+def _load_state_dict(
+    inherited: Callable[..., None], optimizer: Optimizer, state_dict: dict[str, Any]
+) -> None:
+    inherited(optimizer, _cut_state(optimizer, state_dict))
 
 
 def _cut_state(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any]:

@@ -3,71 +3,67 @@
 Outside forward a sharded parameter is a DTensor, inside it is a plain tensor. What works on one may
 fail on the other, with messages from torch that do not mention units. torch has no hook for these
 errors, and a parameter class of our own would slow every operator down. So the few methods that
-users trip over are wrapped in torch's own classes; no call that a step makes takes longer. Each
-message still begins with torch's text.
+users trip over are wrapped in torch's own classes (`common/torch_patches.py` lists them); no call
+that a step makes takes longer. Each message still begins with torch's text.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import EllipsisType
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad
 
 from ..common.failures import reraise
+from ..common.torch_patches import replace, wrap
 from ..dtensor.placement import is_gathered_part
 from ..features.early_free.freed_params import FreedParameterProxy
 from ..runtime.unit import unit_holding
 from ..sharding.param import managed_param, param_gathered_as
 
-_installed = False
+_DTENSOR = "torch.distributed.tensor.DTensor"
+_CLIPPING = "torch.nn.utils.clip_grad"
 _items_reach_shards: list[bool] = []
 
 
 def explain_errors() -> None:
-    """Wrap the methods that raise them, once per process."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
-    for name in ("copy_", "__setitem__"):
-        _wrap_method(name, _how_to_write)
-    _refuse_lost_items()
+    """Wrap the methods that raise them."""
+    wrap(f"{_DTENSOR}.copy_", partial(_with_advice, _how_to_write))
+    wrap(f"{_DTENSOR}.__setitem__", _set_item)
     for name in ("numpy", "tolist"):
-        _wrap_method(name, _how_to_read)
-    for name in ("full_tensor", "to_local", "redistribute", "device_mesh", "placements"):
-        for cls in (nn.Parameter, FreedParameterProxy):
-            setattr(cls, name, _OfDTensors(name))
-    _refuse_in_torchs_fully_shard()
-    _wrap_collective(DTensor, "full_tensor", "full_tensor(), a call of all ranks,")
+        wrap(f"{_DTENSOR}.{name}", partial(_with_advice, _how_to_read))
+    for name in _OF_DTENSORS:
+        replace(f"torch.nn.Parameter.{name}", partial(_OfDTensors, name))
+    wrap(f"{_INIT}._get_managed_modules", _get_managed_modules)
+    what = "full_tensor(), a call of all ranks,"
+    wrap(f"{_DTENSOR}.full_tensor", partial(_naming_ranks, what))
+    what = "torch's clip_grad_norm_, a call of all ranks,"
     for name in ("_get_total_norm", "_clip_grads_with_norm_"):
-        _wrap_collective(clip_grad, name, "torch's clip_grad_norm_, a call of all ranks,")
+        wrap(f"{_CLIPPING}.{name}", partial(_naming_ranks, what))
 
 
 # -- methods of DTensors ---------------------------------------------------------------------------
 
 
-def _wrap_method(name: str, advice: Callable[[DTensor, str], str]) -> None:
-    inherited = getattr(DTensor, name)
-
-    @functools.wraps(inherited)
-    def call(self: DTensor, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return inherited(self, *args, **kwargs)
-        except RuntimeError as error:
-            told = advice(self, str(error))
-            if not told:
-                raise
-            raise RuntimeError(f"{str(error).rstrip()}\n{told}") from None
-
-    setattr(DTensor, name, call)
+def _with_advice(
+    advice: Callable[[DTensor, str], str],
+    inherited: Callable[..., Any],
+    tensor: DTensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    try:
+        return inherited(tensor, *args, **kwargs)
+    except RuntimeError as error:
+        told = advice(tensor, str(error))
+        if not told:
+            raise
+        raise RuntimeError(f"{str(error).rstrip()}\n{told}") from None
 
 
 def _how_to_write(tensor: DTensor, error: str) -> str:
@@ -89,29 +85,22 @@ def _how_to_read(tensor: DTensor, error: str) -> str:
     )
 
 
-def _refuse_lost_items() -> None:
-    """Make ``param[index] = value`` raise where DTensor writes it to a copy, silently."""
-    inherited = DTensor.__setitem__
-
-    @functools.wraps(inherited)
-    def set_item(self: DTensor, index: Any, value: Any) -> None:
-        # On a dim that ranks share, DTensor gathers what is indexed and writes to that. (With
-        # tensors as indices it calls other operators, which write to shards or raise.)
-        parts = index if isinstance(index, tuple) else (index,)
-        basic = all(part is None or type(part) in (int, slice, EllipsisType) for part in parts)
-        if basic and not _items_reach_shards:
-            with torch.no_grad():
-                indexed = cast(DTensor, self[index])
-            if is_gathered_part(indexed, self):
-                raise RuntimeError(
-                    f"{_subject(self)}: writing to the index {index} would change a gathered copy "
-                    "of it and no shard. Write to the whole tensor: whole = param.full_tensor(), "
-                    f"whole[...] = ..., {_load(self)}param.copy_(distribute_tensor(whole, "
-                    "param.device_mesh, param.placements)), all of it on all ranks"
-                )
-        inherited(self, index, value)
-
-    DTensor.__setitem__ = set_item  # type: ignore[method-assign,assignment]
+def _set_item(inherited: Callable[..., Any], tensor: DTensor, index: Any, value: Any) -> None:
+    # On a dim that ranks share, DTensor gathers what is indexed and writes to that. (With tensors
+    # as indices it calls other operators, which write to shards or raise.)
+    parts = index if isinstance(index, tuple) else (index,)
+    basic = all(part is None or type(part) in (int, slice, EllipsisType) for part in parts)
+    if basic and not _items_reach_shards:
+        with torch.no_grad():
+            indexed = cast(DTensor, tensor[index])
+        if is_gathered_part(indexed, tensor):
+            raise RuntimeError(
+                f"{_subject(tensor)}: writing to the index {index} would change a gathered copy of "
+                "it and no shard. Write to the whole tensor: whole = param.full_tensor(), "
+                f"whole[...] = ..., {_load(tensor)}param.copy_(distribute_tensor(whole, "
+                "param.device_mesh, param.placements)), all of it on all ranks"
+            )
+    _with_advice(_how_to_write, inherited, tensor, index, value)
 
 
 @contextmanager
@@ -144,7 +133,7 @@ def _subject(tensor: DTensor) -> str:
 class _OfDTensors:
     """An attribute that is missing as before (``hasattr`` says so), with the reason."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, _: object = None) -> None:
         self._name = name
 
     def __get__(self, tensor: Any, cls: type) -> Any:
@@ -164,6 +153,11 @@ class _OfDTensors:
         raise AttributeError(text, name=self._name, obj=tensor)
 
 
+_OF_DTENSORS = ("full_tensor", "to_local", "redistribute", "device_mesh", "placements")
+for _name in _OF_DTENSORS:
+    setattr(FreedParameterProxy, _name, _OfDTensors(_name))
+
+
 # -- collectives of DTensors that one rank may call alone -----------------------------------------
 
 
@@ -173,27 +167,21 @@ _SEVERAL_MESHES = (
 )
 
 
-def _wrap_collective(owner: Any, name: str, what: str) -> None:
-    inherited = getattr(owner, name, None)
-    if inherited is None:
-        return
-
-    @functools.wraps(inherited)
-    def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return inherited(tensors, *args, **kwargs)
-        except RuntimeError as error:
-            first = tensors if isinstance(tensors, DTensor) else _first_of(tensors)
-            if first is None:
-                raise
-            if "must have the same mesh" in str(error):
-                raise RuntimeError(f"{str(error).splitlines()[0]}\n{_SEVERAL_MESHES}") from None
-            param = managed_param(first) if tensors is first else None
-            of = f" of '{param.fqn}'" if param is not None else ""
-            words = what.replace("()", f"(){of}")
-            reraise(error, words, tuple(first.device_mesh.mesh.flatten().tolist()))
-
-    setattr(owner, name, call)
+def _naming_ranks(
+    what: str, inherited: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any
+) -> Any:
+    try:
+        return inherited(tensors, *args, **kwargs)
+    except RuntimeError as error:
+        first = tensors if isinstance(tensors, DTensor) else _first_of(tensors)
+        if first is None:
+            raise
+        if "must have the same mesh" in str(error):
+            raise RuntimeError(f"{str(error).splitlines()[0]}\n{_SEVERAL_MESHES}") from None
+        param = managed_param(first) if tensors is first else None
+        of = f" of '{param.fqn}'" if param is not None else ""
+        words = what.replace("()", f"(){of}")
+        reraise(error, words, tuple(first.device_mesh.mesh.flatten().tolist()))
 
 
 def _first_of(tensors: Any) -> DTensor | None:
@@ -204,23 +192,14 @@ def _first_of(tensors: Any) -> DTensor | None:
 # -- torch's fully_shard of what is sharded --------------------------------------------------------
 
 _INIT = "torch.distributed.fsdp._fully_shard._fsdp_init"
-_FIND = "_get_managed_modules"
 
 
-def _refuse_in_torchs_fully_shard() -> None:
-    try:
-        module = importlib.import_module(_INIT)
-        find = getattr(module, _FIND)
-    except (ImportError, AttributeError):
-        return
-
-    @functools.wraps(find)
-    def checked(roots: Any, ignored_params: Any = None, *args: Any, **kwargs: Any) -> Any:
-        for root in roots:
-            _check_tree(root, ignored_params or ())
-        return find(roots, ignored_params, *args, **kwargs)
-
-    setattr(module, _FIND, checked)
+def _get_managed_modules(
+    inherited: Callable[..., Any], roots: Any, ignored_params: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    for root in roots:
+        _check_tree(root, ignored_params or ())
+    return inherited(roots, ignored_params, *args, **kwargs)
 
 
 def _check_tree(root: nn.Module, ignored: Container[nn.Parameter]) -> None:

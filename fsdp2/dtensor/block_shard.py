@@ -29,6 +29,7 @@ import torch.distributed.tensor._redistribute as redistribution
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from ..common.torch_patches import VARIABLE, patches_torch, wrap
 from .boxes import split_evenly
 
 
@@ -40,7 +41,8 @@ def block_shard(dim: int, granularity: int) -> Placement:
         granularity: entries along ``dim`` per block, at least 1. The last block may have fewer.
 
     Raises:
-        NotImplementedError: if this release of torch lacks what is needed.
+        NotImplementedError: if this release of torch lacks what is needed, or nothing may be
+            taught to it (`common/torch_patches.py`).
     """
     _teach_torch()
     return _StridedShard(dim, split_factor=-granularity)
@@ -88,7 +90,8 @@ def _show(self: Any) -> str:
     return f"BlockShard(dim={self.dim}, granularity={granularity_of(self)})"
 
 
-_PLAN = "_gen_transform_infos_non_cached"  # from one layout to another
+_PLACEMENT = "torch.distributed.tensor.placement_types._StridedShard"
+_REDISTRIBUTION = "torch.distributed.tensor._redistribute"
 _TAUGHT: dict[str, Callable[..., Any]] = {
     "_split_tensor": _split_tensor,
     "__repr__": _show,
@@ -96,11 +99,15 @@ _TAUGHT: dict[str, Callable[..., Any]] = {
 }
 
 
-@functools.cache
 def _teach_torch() -> None:
     """Let `_StridedShard` understand the split factors of `block_shard`."""
+    if not patches_torch():
+        raise NotImplementedError(
+            f"shard_granularity needs methods of torch that {VARIABLE}=0 in the environment keeps "
+            "as they are: do not set it"
+        )
     missing = [name for name in _TAUGHT if not callable(getattr(_StridedShard, name, None))]
-    plan = getattr(redistribution, _PLAN, None)
+    plan = getattr(redistribution, "_gen_transform_infos_non_cached", None)
     # A subclass of `Shard` would be taken for one by operators.
     if missing or plan is None or issubclass(_StridedShard, Shard):
         raise NotImplementedError(
@@ -108,19 +115,15 @@ def _teach_torch() -> None:
             "with torch 2.13 and 2.15, and this one describes sharded tensors otherwise"
         )
     for name, ours in _TAUGHT.items():
-        setattr(_StridedShard, name, _either(ours, getattr(_StridedShard, name)))
-    setattr(redistribution, _PLAN, _planned(plan))
+        wrap(f"{_PLACEMENT}.{name}", functools.partial(_either, ours))
+    wrap(f"{_REDISTRIBUTION}._gen_transform_infos_non_cached", _planned)
 
 
-def _planned(plan: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(plan)
-    def made_plan(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-        here = source.mesh.get_coordinate() if source.mesh.ndim > 1 else None
-        if here is not None and _are_nested(source.placements, target.placements):
-            return _plan_through_replicas(source, target, here)
-        return plan(source, target, *args, **kwargs)
-
-    return made_plan
+def _planned(plan: Callable[..., Any], source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+    here = source.mesh.get_coordinate() if source.mesh.ndim > 1 else None
+    if here is not None and _are_nested(source.placements, target.placements):
+        return _plan_through_replicas(source, target, here)
+    return plan(source, target, *args, **kwargs)
 
 
 def _are_nested(source: Sequence[Any], target: Sequence[Any]) -> bool:
@@ -153,9 +156,7 @@ def _plan_through_replicas(source: Any, target: Any, here: Sequence[int]) -> lis
     ]
 
 
-def _either(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(theirs)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return (ours if is_block_shard(self) else theirs)(self, *args, **kwargs)
-
-    return method
+def _either(
+    ours: Callable[..., Any], theirs: Callable[..., Any], placement: Any, *args: Any, **kwargs: Any
+) -> Any:
+    return (ours if is_block_shard(placement) else theirs)(placement, *args, **kwargs)

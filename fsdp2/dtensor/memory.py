@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+
+from ..common.torch_patches import register
 
 
 def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
@@ -40,18 +41,21 @@ def storage_slice(whole: torch.UntypedStorage, start: int, stop: int) -> torch.U
     return storage
 
 
-@functools.cache
-def _honour_record_stream() -> object:
+def _honour_record_stream() -> None:
     """Let ``record_stream`` of a part record the memory that the part is in.
 
     Caching allocators know what they gave out, and say nothing when they are asked for anything
     else: the memory would be given out again while the user's stream reads it.
     """
-    # Below Python and autograd, where calls of the method, of the operator, and of both by tensor
-    # subclasses come by; torch has nothing of its own there.
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("record_stream", _record_stream, "BackendSelect", with_keyset=True)
-    return library  # kept by the cache: the kernel goes with it
+
+    def add_kernel() -> object:
+        # Below Python and autograd, where calls of the method, of the operator, and of both by
+        # tensor subclasses come by; torch has nothing of its own there.
+        library = torch.library.Library("aten", "IMPL")
+        library.impl("record_stream", _record_stream, "BackendSelect", with_keyset=True)
+        return library  # the kernel goes with it
+
+    register(_record_stream, add_kernel)
 
 
 def _record_stream(keys: Any, tensor: torch.Tensor, stream: torch.Stream) -> None:

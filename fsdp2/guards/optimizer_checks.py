@@ -14,12 +14,14 @@ And `Optimizer.zero_grad` tells the roots, which then free the gradients that we
 
 torch calls hooks before the steps of all optimizers of a process, so each check is installed only
 once a model or an optimizer class needs it. Ordinary training has neither the first nor the last.
-What is gathered is looked for when an optimizer is built, and not in its steps.
+What is gathered is looked for when an optimizer is built, and not in its steps; unless torch's
+classes are left alone (`common/torch_patches.py`).
 """
 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 from weakref import WeakSet
@@ -29,6 +31,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
+from ..common.torch_patches import VARIABLE, patches_torch, register, replace, wrap
 from ..dtensor.block_shard import is_block_shard
 from ..features.early_free.freed_params import FreedParameterProxy
 from ..runtime.events import TreePart, UnitPart, registry
@@ -36,9 +39,8 @@ from ..runtime.runtime import Runtime
 from ..runtime.torch_modes import skip_compile
 from ..runtime.unit import ORIGINS, TreeRuntime, Unit
 from ..sharding.param import ShardedParam, managed_param, param_gathered_as
+from .requested_gradients import sharded_among
 
-_installed: dict[Callable[..., None], Any] = {}  # check -> what removes it
-_follows = False  # whether methods of `Optimizer` are replaced
 _fine: WeakSet[Optimizer] = WeakSet()  # hold no original parameter
 _trees: WeakSet[TreeRuntime] = WeakSet()  # whose gradients `Optimizer.zero_grad` may have dropped
 
@@ -57,51 +59,68 @@ def follow_optimizers(runtime: TreeRuntime) -> None:
     """From now on optimizers refuse gathered parameters, and tell ``runtime`` of `zero_grad`."""
     # All trees are told, not those of the optimizer's parameters: finding these would cost per
     # parameter. A tree whose gradients are attached, or free already, is passed over unit by unit.
-    global _follows
     _trees.add(runtime)
-    if _follows:
-        return
-    _follows = True
     _install(_check_unreduced)
-    add, zero = Optimizer.add_param_group, Optimizer.zero_grad
+    if not patches_torch():
+        _install(_check_unpatched)
+    wrap("torch.optim.Optimizer.add_param_group", _add_param_group)
+    replace("torch.optim.Optimizer.zero_grad", _telling_trees)  # in every step: without `wrap`
 
-    @functools.wraps(add)
-    def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
-        add(self, param_group)
-        for param in self.param_groups[-1]["params"]:  # in the form that torch has checked
-            freed = isinstance(param, FreedParameterProxy)
-            managed = param._param if freed else param_gathered_as(param)
-            if managed is not None:
-                self.param_groups.pop()
-                raise ValueError(
-                    f"{type(self).__name__} was given the gathered form of parameter "
-                    f"'{managed.fqn}', but gradients go to the sharded parameters, so its step "
-                    "would change nothing. Build it before the first forward, or free what a "
-                    "forward or unshard() has left gathered: call reshard() on each FSDPModule "
-                    "of the model, then model.parameters()"
-                )
 
+def _add_param_group(add: Callable[..., None], optimizer: Optimizer, param_group: Any) -> None:
+    add(optimizer, param_group)
+    try:
+        _check_gathered(optimizer, optimizer.param_groups[-1])  # as torch has checked it
+    except ValueError:
+        optimizer.param_groups.pop()
+        raise
+
+
+def _check_gathered(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
+    for p in param_group["params"]:
+        managed = p._param if isinstance(p, FreedParameterProxy) else param_gathered_as(p)
+        if managed is not None:
+            late = "" if patches_torch() else f". Without {VARIABLE}=0, building it raises"
+            raise ValueError(
+                f"{type(optimizer).__name__} was given the gathered form of parameter "
+                f"'{managed.fqn}', but gradients go to the sharded parameters, so its step would "
+                "change nothing. Build it before the first forward, or free what a forward or "
+                "unshard() has left gathered: call reshard() on each FSDPModule of the model, "
+                f"then model.parameters(){late}"
+            )
+
+
+def _check_unpatched(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    # What is refused earlier, or computed, where methods of torch are replaced.
+    for group in optimizer.param_groups:
+        _check_gathered(optimizer, group)
+    computed = sharded_among(p for group in optimizer.param_groups for p in group["params"])
+    wait = any(unit.gradients.earlier_are_left() for tree in _trees for unit in tree.units)
+    if computed and not wait and all(param.sharded.grad is None for param, _ in computed):
+        warnings.warn(  # no error: a step before any backward is legal
+            f"No sharded parameter of this {type(optimizer).__name__} has a gradient, from "
+            f"'{computed[0][0].fqn}' on: its step would change nothing. {VARIABLE}=0 is set, and "
+            "backward(inputs=...) of sharded parameters leaves no gradients then. Call backward() "
+            "without inputs, or do not set it",
+            stacklevel=2,
+        )
+
+
+def _telling_trees(zero: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(zero)
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         if not set_to_none:
-            _before_zero_grad()
+            _tell_trees(False)
         zero(self, set_to_none)
-        _release_gradients()
+        _tell_trees(True)
 
-    Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
-    Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-
-
-@skip_compile
-def _before_zero_grad() -> None:
-    for runtime in list(_trees):
-        runtime.before_zero_grad()
+    return zero_grad
 
 
 @skip_compile
-def _release_gradients() -> None:
+def _tell_trees(dropped: bool) -> None:
     for runtime in list(_trees):
-        runtime.release_gradients()
+        runtime.release_gradients() if dropped else runtime.before_zero_grad()
 
 
 def watch_flattening(params: Iterable[ShardedParam]) -> None:
@@ -121,14 +140,13 @@ def watch_quantized() -> None:
     if any(not kind.__module__.startswith(("torch.", "fsdp2.")) for kind in kinds):
         from ..optim.quantized import may_quantize, warn_of_differences
 
-        if warn_of_differences not in _installed and any(map(may_quantize, kinds)):
+        if any(map(may_quantize, kinds)):
             _install(warn_of_differences, managed_param)
 
 
 def _install(check: Callable[..., None], *known: object) -> None:
-    if check not in _installed:
-        hook = functools.partial(check, *known)
-        _installed[check] = register_optimizer_step_pre_hook(hook)
+    hook = functools.partial(check, *known)
+    register(check, functools.partial(register_optimizer_step_pre_hook, hook))
 
 
 def _check_unreduced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

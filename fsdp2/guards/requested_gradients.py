@@ -10,15 +10,14 @@ nothing would reduce them: an error says what to call.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
-import torch
-import torch.autograd
 from torch import nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from ..common.torch_patches import wrap
 from ..runtime.events import UnitPart, registry
 from ..runtime.unit import Unit
 from ..sharding.param import ShardedParam, managed_param
@@ -26,35 +25,31 @@ from ..sharding.param import ShardedParam, managed_param
 _Found = list[tuple[ShardedParam, nn.Parameter]]  # with the unsharded ones
 
 _INPUTS = 3  # the place of `inputs` among the engine's arguments after the outputs
-_installed = False
 
 
 def look_at_requests() -> None:
     """Look at all runs of the engine with ``inputs`` from now on."""
-    # For good: any later run may be of a sharded model, and one without ``inputs`` pays for a look
-    # at its arguments.
-    global _installed
-    if _installed or not hasattr(torch.autograd, "_engine_run_backward"):
-        return
-    _installed = True
-    original = torch.autograd.graph._engine_run_backward
-
-    @functools.wraps(original)
-    def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) > _INPUTS and args[_INPUTS]:
-            params = _sharded_among(args[_INPUTS])
-            if params:
-                call = _backward if kwargs.get("accumulate_grad") else _grad
-                return call(functools.partial(original, outputs), params, args, kwargs)
-        return original(outputs, *args, **kwargs)
-
     # torch.autograd has imported the function by name, and calls its own.
-    for module in (torch.autograd.graph, torch.autograd):
-        vars(module)["_engine_run_backward"] = run
+    for module in ("torch.autograd.graph", "torch.autograd"):
+        wrap(f"{module}._engine_run_backward", _run)
 
 
-def _sharded_among(inputs: Sequence[Any]) -> _Found:
-    """The sharded parameters that have computed."""
+def _run(run: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    inputs = args[_INPUTS] or () if len(args) > _INPUTS else ()
+    params = sharded_among(inputs) if inputs else []
+    if not params:
+        return run(outputs, *args, **kwargs)
+    # The shards are asked for, too: a penalty may be computed from the sharded parameters, and then
+    # they are leaves of the graph. Where they are not, ``backward`` ignores them.
+    more = [unsharded for _, unsharded in params]
+    asked = (*args[:_INPUTS], (*inputs, *more), *args[_INPUTS + 1 :])
+    if kwargs.get("accumulate_grad"):
+        return run(outputs, *asked, **kwargs)
+    return _grad(functools.partial(run, outputs), params, asked, kwargs)
+
+
+def sharded_among(inputs: Iterable[Any]) -> _Found:
+    """The sharded parameters that have computed, with the unsharded ones."""
     found = []
     for tensor in inputs:
         param = managed_param(tensor) if isinstance(tensor, DTensor) else None
@@ -63,19 +58,8 @@ def _sharded_among(inputs: Sequence[Any]) -> _Found:
     return found
 
 
-def _asking_for(more: Sequence[torch.Tensor], args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (*args[:_INPUTS], (*args[_INPUTS], *more), *args[_INPUTS + 1 :])
-
-
-def _backward(run: Any, params: _Found, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # The shards are asked for, too: a penalty may be computed from the sharded parameters, and
-    # then they are leaves of the graph. Where they are not, ``backward`` ignores them.
-    return run(*_asking_for([unsharded for _, unsharded in params], args), **kwargs)
-
-
-def _grad(run: Any, params: _Found, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    asked = _asking_for([unsharded for _, unsharded in params], args)
-    num_inputs, allow_unused = len(args[_INPUTS]), args[_INPUTS + 1]
+def _grad(run: Any, params: _Found, asked: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    num_inputs, allow_unused = len(asked[_INPUTS]) - len(params), asked[_INPUTS + 1]
     # Unused ones are allowed in the run itself: usually either a sharded parameter or its unsharded
     # form is in the graph. What the user said of that is checked on the result.
     grads = run(*asked[: _INPUTS + 1], True, *asked[_INPUTS + 2 :], **kwargs)

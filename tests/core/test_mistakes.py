@@ -653,14 +653,14 @@ def test_an_optimizer_built_while_parameters_are_gathered(way: str) -> None:
 def test_steps_of_usual_optimizers_have_no_hook() -> None:
     from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 
-    from fsdp2.guards import optimizer_checks
+    from fsdp2.common import torch_patches
 
-    check = optimizer_checks._check_originals
-    if check in optimizer_checks._installed:  # by an earlier test
-        optimizer_checks._installed.pop(check).remove()
+    check = "guards.optimizer_checks._check_originals"
+    if check in torch_patches._registered:  # by an earlier test
+        torch_patches._registered.pop(check).remove()
     before = len(hooks)
     model = sharded_mlp(mlp())
     model(torch.ones(2, 4)).sum().backward()
     torch.optim.AdamW(model.parameters()).step()
-    assert check not in optimizer_checks._installed
+    assert check not in torch_patches._registered
     assert len(hooks) == before

@@ -68,9 +68,9 @@ def test_no_function_of_the_core_is_long(rooms: tuple[str, ...]) -> None:
 def test_sharding_and_a_first_step_enter_few_files_and_functions(
     measured: dict[str, Entered],
 ) -> None:
-    # With `api/torch_errors.py`, which is entered once in a process.
+    # With `api/torch_errors.py` and `common/torch_patches.py`, which are entered once in a process.
     # Each part is asked once whether it has anything to do in the tree.
-    assert len(measured[FIRST].files) <= 56 + OLDER_TORCH
+    assert len(measured[FIRST].files) <= 57 + OLDER_TORCH
     assert len(measured[FIRST].functions) <= 379
 
 

@@ -57,11 +57,10 @@ ALLOWED = {
     "features/middle.py": "output post_forward()",
     "runtime/hooks.py": "grad node output value states checker given made method args kwargs _ "
     "_with_types() self.methods post_forward() _cast() wrap_method() call()",
-    "guards/optimizer_checks.py": "_installed args kwargs param param_group",
+    "guards/optimizer_checks.py": "args kwargs param param_group",
     "runtime/reduction.py": "ctx _ backward()",
     "runtime/registration.py": "args expected self._fast _Columns rows self._guarded",
-    "guards/requested_gradients.py": "inputs outputs run args kwargs "
-    "_asking_for() _backward() _grad() run()",
+    "guards/requested_gradients.py": "inputs outputs run args asked kwargs _grad() _run()",
     "runtime/unit_grads.py": "accumulator view",
 }
 

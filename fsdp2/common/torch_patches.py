@@ -1,0 +1,250 @@
+"""Every attribute of torch that this package replaces, and the one function that does it.
+
+torch has no hook in these places, and a subclass of ours would not be asked: users and other
+libraries call torch's own classes. A replacement lasts as long as the process, as any later call
+may be about a sharded model.
+
+With ``FSDP2_PATCH_TORCH=0`` in the environment nothing is replaced, to find out whether a problem
+comes from here, or because another library replaces the same. Training computes the same then;
+each entry says what is lost.
+
+Hooks and kernels that torch lets anybody register replace nothing, so they stay. They are listed
+here as well, because they too see calls that are not about sharded models.
+
+Not listed: what is changed on single objects (modules, optimizers, storages) and on their classes
+made by `classes.class_for`, and what a context replaces and puts back.
+`tests/unit/test_torch_patches.py` goes through the source for anything else.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+VARIABLE = "FSDP2_PATCH_TORCH"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """Attributes of torch that are replaced, or added, for one reason.
+
+    Attributes:
+        owner: the class or module that has them, as a dotted path.
+        names: of the attributes.
+        when: the first call that does.
+        reason: what for.
+        cost: to calls that are not about sharded parameters.
+        without: what happens with ``FSDP2_PATCH_TORCH=0``.
+        adds: whether torch has no such attributes; others are left out where torch lacks them.
+    """
+
+    owner: str
+    names: tuple[str, ...]
+    when: str
+    reason: str
+    cost: str
+    without: str
+    adds: bool = False
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return tuple(f"{self.owner}.{name}" for name in self.names)
+
+
+_SHARD = "`fully_shard`"
+_FORWARD = "the first forward"
+
+PATCHES = (
+    Patch(
+        "torch.distributed.tensor.DTensor",
+        ("copy_", "numpy", "tolist"),
+        _SHARD,
+        "errors of reading and writing shards name the parameter and what to call instead",
+        "two Python calls",
+        "torch's message alone",
+    ),
+    Patch(
+        "torch.distributed.tensor.DTensor",
+        ("__setitem__",),
+        _SHARD,
+        "the same; and `param[0] = value` on a sharded dim raises, where torch writes to a copy",
+        "on DTensors, indexing once more",
+        "such a write is lost silently, as on any DTensor of torch: nothing else sees it",
+    ),
+    Patch(
+        "torch.nn.Parameter",
+        ("full_tensor", "to_local", "redistribute", "device_mesh", "placements"),
+        _SHARD,
+        "a gathered parameter says why it lacks these; `hasattr` stays False",
+        "none: these lookups fail anyway",
+        "Python's message alone",
+        adds=True,
+    ),
+    Patch(
+        "torch.distributed.tensor.DTensor",
+        ("full_tensor",),
+        _SHARD,
+        "a timeout names the parameter and the ranks that were waited for",
+        "two Python calls",
+        "the backend's message alone",
+    ),
+    Patch(
+        "torch.nn.utils.clip_grad",
+        ("_get_total_norm", "_clip_grads_with_norm_"),
+        _SHARD,
+        "the same for `clip_grad_norm_`; gradients on several meshes: the error names ours",
+        "one Python call",
+        "the messages of torch and the backend alone",
+    ),
+    Patch(
+        "torch.distributed.fsdp._fully_shard._fsdp_init",
+        ("_get_managed_modules",),
+        _SHARD,
+        "torch's `fully_shard` of what ours has sharded says so",
+        "a walk over the modules, once per call",
+        "torch's `AssertionError`, or `TypeError: Invariant encountered`",
+    ),
+    Patch(
+        "torch.optim.Optimizer",
+        ("load_state_dict",),
+        _SHARD,
+        "whole state of a plain model is cut into this rank's shards",
+        "a look at each parameter",
+        "the next step raises torch's error about mixed tensors, or about sizes; state of shards "
+        "loads as ever",
+    ),
+    Patch(
+        "torch.autograd.graph",
+        ("_engine_run_backward",),
+        _SHARD,
+        "`backward(inputs=...)` of sharded parameters computes their gradients",
+        "one Python call per backward; with `inputs`, a look at each",
+        "it leaves no gradient: the next step of an optimizer whose sharded parameters have none "
+        "warns; where another backward left some, nothing notices",
+    ),
+    Patch(
+        "torch.autograd",
+        ("_engine_run_backward",),
+        _SHARD,
+        "the same, under the name that torch has imported it by; `torch.autograd.grad` says what "
+        "to call instead",
+        "see above",
+        "see above; `grad` raises torch's message, or returns None with `allow_unused=True`",
+    ),
+    Patch(
+        "torch.optim.Optimizer",
+        ("add_param_group",),
+        _FORWARD,
+        "an optimizer built over gathered parameters raises: its steps would change nothing",
+        "a look at each parameter, once",
+        "its first step raises",
+    ),
+    Patch(
+        "torch.optim.Optimizer",
+        ("zero_grad",),
+        _FORWARD,
+        "frees gradients that it drops; waits for a backward that raised before it writes zeros",
+        "a look at each unit of all sharded models",
+        "gradients are freed at the next forward; after a backward that raised, call "
+        "`model.zero_grad()`",
+    ),
+    Patch(
+        "torch.distributed.tensor.placement_types._StridedShard",
+        ("_split_tensor", "__repr__", "__str__"),
+        "`shard_granularity=`",
+        "shards that end where blocks of rows do",
+        "two Python calls",
+        "`shard_granularity=` raises `NotImplementedError`",
+    ),
+    Patch(
+        "torch.distributed.tensor._redistribute",
+        ("_gen_transform_infos_non_cached",),
+        "`shard_granularity=`",
+        "the same, on meshes of several dims",
+        "a look at the placements, for each new pair of them",
+        "`shard_granularity=` raises `NotImplementedError`",
+    ),
+)
+
+# Function in the package -> what for. The first five are hooks of the steps of all optimizers.
+REGISTERED = {
+    "guards.optimizer_checks._check_unreduced": "a step before gradients are reduced warns",
+    "guards.optimizer_checks._check_originals": "an optimizer older than `fully_shard` raises",
+    "guards.optimizer_checks._check_flattening": "LBFGS raises for uneven shards",
+    "guards.optimizer_checks._check_unpatched": f"with `{VARIABLE}=0`: see above",
+    "optim.quantized.warn_of_differences": "state that is quantized shard by shard warns",
+    "api.library_methods._check_registration": "`torch.nn.utils.prune` of shards raises",
+    "dtensor.memory._record_stream": "`record_stream` of a shard records all memory it is in",
+}
+
+_PATCH_OF = {path: patch for patch in PATCHES for path in patch.paths}
+
+_replaced: set[str] = set()
+_registered: dict[str, Any] = {}  # function -> what registering it returned
+
+
+def patches_torch() -> bool:
+    """Whether attributes of torch may be replaced."""
+    return os.environ.get(VARIABLE) != "0"
+
+
+def replace(path: str, make: Callable[[Any], Any]) -> None:
+    """Replace an attribute of torch, once per process, unless that is switched off.
+
+    Args:
+        path: of a name in `PATCHES`.
+        make: gives what to put there, of what is there (None where torch has none).
+
+    Raises:
+        KeyError: the table does not list it.
+    """
+    patch = _PATCH_OF[path]
+    if path in _replaced or not patches_torch():
+        return
+    name = path.rpartition(".")[2]
+    try:
+        owner = pkgutil.resolve_name(patch.owner)
+    except (ImportError, AttributeError):
+        return  # a torch without that private module
+    before = getattr(owner, name, None)
+    if before is not None or patch.adds:
+        setattr(owner, name, make(before))
+        _replaced.add(path)
+
+
+def wrap(path: str, call: Callable[..., Any]) -> None:
+    """`replace` a function or method by one that calls ``call`` with it and its arguments."""
+
+    def make(inherited: Callable[..., Any]) -> Any:
+        partial = functools.partial(call, inherited)
+        if not isinstance(pkgutil.resolve_name(_PATCH_OF[path].owner), type):
+            return functools.update_wrapper(partial, inherited)
+
+        @functools.wraps(inherited)
+        def method(*args: Any, **kwargs: Any) -> Any:  # a `partial` would not be given ``self``
+            return partial(*args, **kwargs)
+
+        return method
+
+    replace(path, make)
+
+
+def register(function: Callable[..., Any], how: Callable[[], Any]) -> None:
+    """Register a function with torch, once per process.
+
+    Args:
+        function: one in `REGISTERED`.
+        how: registers it. What it returns is kept.
+
+    Raises:
+        KeyError: the table does not list it.
+    """
+    path = f"{function.__module__}.{function.__qualname__}".partition(".")[2]
+    if path not in REGISTERED:
+        raise KeyError(path)
+    if path not in _registered:
+        _registered[path] = how()
