@@ -1,0 +1,164 @@
+"""The kernel without its optional parts, without each of them, and with any two at work.
+
+Three steps each, on two ranks, bit for bit those of the plain model: parts meet in the kernel
+alone, so a pair that works together in one order of events has to do so in all.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import combinations
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.optim import SGD, Optimizer
+
+import fsdp2
+from fsdp2 import CPUOffloadPolicy
+from harness import distributed, ours_only
+from models import TRANSFORMER
+from reference import (
+    assert_same_gradients,
+    assert_same_parameters,
+    assert_sharded,
+    run_both,
+    shard_case,
+)
+
+pytestmark = ours_only("parts of this package")
+
+# A power of two: neither a fused multiplication nor another order rounds otherwise.
+LR = 0.0625
+STEPS = 3
+
+
+def registry() -> Any:
+    from fsdp2.runtime.events import registry  # torch's shim has none
+
+    return registry
+
+
+def name_of(part: Any) -> str:
+    return (part if isinstance(part, type) else type(part)).__name__
+
+
+def all_parts() -> list[Any]:
+    return [*registry().unit_parts, *registry().tree_parts]
+
+
+@contextmanager
+def with_parts(parts: Sequence[Any]) -> Iterator[None]:
+    """These parts, and no others, hear of models that are sharded inside."""
+    from fsdp2.runtime.events import UnitEvents, UnitPart
+
+    before = all_parts()
+
+    def register(chosen: Sequence[Any]) -> None:
+        registry().unit_parts[:] = [part for part in chosen if isinstance(part, UnitPart)]
+        registry().tree_parts[:] = [part for part in chosen if not isinstance(part, UnitPart)]
+        registry().on = UnitEvents(UnitPart, registry().unit_parts)
+
+    register([part for part in before if part in parts])
+    try:
+        yield
+    finally:
+        register(before)
+
+
+class Setting:
+    """What turns one part on, in a model and in a step."""
+
+    def __init__(
+        self,
+        model: Callable[[Any], None] = lambda model: None,
+        *,
+        optimizer: Callable[[Optimizer], Optimizer] = lambda optimizer: optimizer,
+        end_step: Callable[[Any], None] = lambda model: None,
+        **options: Any,
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.end_step, self.options = end_step, options
+
+
+SETTINGS = {
+    "a limit on gathered bytes": Setting(lambda model: model.set_max_gathered_bytes(100_000)),
+    "frozen parameters stay gathered": Setting(lambda model: model.set_keep_frozen_gathered()),
+    "the caller ends iterations": Setting(
+        lambda model: model.set_manual_backward_finalization(True),
+        end_step=lambda model: model.finalize_backward(),
+    ),
+    "steps in backward": Setting(optimizer=fsdp2.optim.step_in_backward),
+    "flat steps": Setting(optimizer=fsdp2.optim.flat_step),
+    "merged units": Setting(lambda model: fsdp2.merge_units(model, min_bytes=10_000)),
+    "offloaded shards": Setting(offload_policy=CPUOffloadPolicy(pin_memory=False)),
+    "gathered memory stays": Setting(lambda model: model.set_keep_unsharded_storage(True)),
+    "unused parameters as zeros": Setting(
+        lambda model: model.set_reduce_scatter_unused_params(True)
+    ),
+    "units stay gathered after forward": Setting(reshard_after_forward=False),
+}
+EXCLUDE_EACH_OTHER = {
+    frozenset(("a limit on gathered bytes", "gathered memory stays")),
+    frozenset(("steps in backward", "flat steps")),
+}
+
+
+def train(settings: Sequence[Setting] = ()) -> None:
+    """Three steps of two micro-batches beside the plain model."""
+    torch.manual_seed(0)
+    plain = TRANSFORMER.build().double()
+    TRANSFORMER.units(plain)[0].requires_grad_(False)
+    options = {key: value for each in settings for key, value in each.options.items()}
+    with mock.patch("fsdp2.sharding.bucket.OWN_PIECE_MIN_BYTES", 64):
+        model: Any = shard_case(TRANSFORMER, copy.deepcopy(plain), **options)
+        for setting in settings:
+            setting.model(model)
+        optimizer: Optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
+        for setting in settings:
+            optimizer = setting.optimizer(optimizer)
+        right = SGD([p for p in plain.parameters() if p.requires_grad], lr=LR)
+        for step in range(STEPS):
+            run_both(TRANSFORMER, model, plain, step, bitwise_loss=True)
+            for setting in settings:
+                setting.end_step(model)
+            assert_sharded(model)
+            stepped = any(s.optimizer is fsdp2.optim.step_in_backward for s in settings)
+            if not stepped:  # else gradients may be those of parameters that have moved on
+                assert_same_gradients(model, plain, bitwise=True)
+            for each in (optimizer, right):
+                each.step()
+                each.zero_grad()
+            assert_same_parameters(model, plain, bitwise=True)
+
+
+@distributed(2)
+def test_the_kernel_trains_without_any_part() -> None:
+    with with_parts(()):
+        train()
+
+
+@distributed(2)
+def test_the_kernel_trains_without_each_part() -> None:
+    for part in all_parts():
+        with with_parts([other for other in all_parts() if other is not part]):
+            try:
+                train()
+            except Exception as error:
+                error.add_note(f"without {name_of(part)}")
+                raise
+
+
+@pytest.mark.parametrize("first", list(SETTINGS)[:-1])
+@distributed(2)
+def test_any_two_parts_work_together(first: str) -> None:
+    for pair in combinations(SETTINGS, 2):
+        if pair[0] == first and frozenset(pair) not in EXCLUDE_EACH_OTHER:
+            try:
+                train([SETTINGS[name] for name in pair])
+            except Exception as error:
+                error.add_note(" and ".join(pair))
+                raise
