@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 from ..comm.streams import streams_for
-from ..features.functional_call import in_functional_call
 from ..policy import param_dtype_of
 from ..sharding.param import ShardedParam, managed_as
 from .events import registry
-from .registration import put
+from .registration import is_lending, put
 from .runtime import Runtime, runtime_of
 from .unit import ORIGINS, Unit, modules_outside, unit_holding, unit_of, units_in
 
@@ -36,9 +35,7 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     name_units(root_module, units)
     for ask in registry.on.before_tree:
         ask(root_module, root, units)
-    borrows = in_functional_call()
-    if borrows:
-        _check_nothing_gathered(root, units)
+    borrows = is_lending()
     # Freeing what is gathered would take away what others have put in its place.
     given = [x for unit in units for x in unit.registration.given_by_others()]
     # Units that ran as roots before may have gathers or reductions in flight, which only their own
@@ -98,23 +95,6 @@ def _forward_gradients(unit: Unit) -> None:
         if param.unsharded is not None and param.unsharded.requires_grad:
             hook = partial(pass_on, param)
             param.unsharded.register_post_accumulate_grad_hook(hook)
-
-
-def _check_nothing_gathered(root: Unit, units: list[Unit]) -> None:
-    """The first forward of a tree inside functional_call finds sharded parameters.
-
-    Raises:
-        RuntimeError: if a unit that has run by itself is still gathered.
-    """
-    # A new runtime begins with units that are sharded, and with new unsharded parameters. To free
-    # these would take away what functional_call has lent, and it would put the old ones back.
-    for unit in units:
-        if unit.registration.registered != "sharded":
-            raise RuntimeError(
-                f"The first forward of '{root.name}' is inside torch.func.functional_call, and "
-                f"unit '{unit.name}' is still gathered after a forward of its own. Call reshard() "
-                f"on that module before, or run '{root.name}' once without functional_call"
-            )
 
 
 def name_units(root_module: nn.Module, units: Iterable[Unit]) -> None:

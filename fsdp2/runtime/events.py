@@ -217,6 +217,12 @@ class Registry:
         else:
             self.tree_parts.append(part)
 
+    def arrange(self, modules: Sequence[str]) -> None:
+        """Let parts hear in the order of the modules that define them, whichever came first."""
+        self.tree_parts.sort(key=lambda part: modules.index(part.__module__))
+        self.unit_parts.sort(key=lambda part: modules.index(type(part).__module__))
+        self.on = UnitEvents(UnitPart, self.unit_parts)
+
     def place_of(self, part: TreePart) -> int:
         """The place of ``part`` among those that hear of a tree."""
         kinds = self.tree_parts

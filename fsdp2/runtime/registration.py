@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..common.classes import original_class
-from ..features.functional_call import fits, in_functional_call, whole_of
 from ..guards.lost_writes import LostWrites, address_of
 from ..sharding.param import ShardedParam
 
@@ -64,6 +63,30 @@ def put(given: Iterable[Given]) -> None:
         parameters[name] = value
 
 
+class Lender(Protocol):
+    """Puts other tensors into modules for one forward, and takes them out itself.
+
+    Assignments of users after sharding are refused, since the next forward would overwrite them.
+    """
+
+    def is_lending(self) -> bool:
+        """Whether this runs inside such a forward."""
+
+    def fits(self, given: object, param: ShardedParam) -> bool:
+        """Whether ``given`` may compute in place of ``param`` in it."""
+
+    def whole_of(self, given: torch.Tensor, param: ShardedParam) -> torch.Tensor:
+        """The tensor that computes for ``param.unsharded``; collective if ``given`` is sharded."""
+
+
+lenders: list[Lender] = []  # the last one is asked
+
+
+def is_lending() -> bool:
+    """Whether modules hold tensors that are lent to them for this forward."""
+    return len(lenders) > 0 and lenders[-1].is_lending()
+
+
 GUARD = -1  # key in `_forward_pre_hooks`, which otherwise holds ids of handles (not negative)
 
 
@@ -72,9 +95,8 @@ class Registration:
 
     Attributes:
         registered: "sharded", "unsharded" or "secondary".
-        overrides: inside `torch.func.functional_call`, the parameters that it replaced, with their
-            replacements.
-        registered_before: what was registered when that call came, and will be again afterwards.
+        overrides: the parameters in whose place lent tensors compute, with these.
+        registered_before: what was registered when they came, and will be again afterwards.
         check_is_due: only followers were looked at since the last whole `check`.
     """
 
@@ -96,7 +118,7 @@ class Registration:
         self._guarded: list[dict[int, Any]] = []
         self._guards_are_on = False
         self._lost_writes = LostWrites()
-        self._lent: list[Given] = []  # see `note_lent`
+        self.lent: list[Given] = []  # see `note_lent`
         self._by_module: dict[int, list[tuple[str, nn.Parameter, int | None]]] | None = None
         # For units of several modules: see `check`.
         self._of_module: dict[nn.Module, _Columns] = {}  # of unsharded ones
@@ -161,14 +183,14 @@ class Registration:
         # The assignments above have replaced them in the modules.
         if self._stand_ins:
             self._stand_ins.clear()
-        if self._lent:
+        if self.lent:
             self._keep_lent()
 
     def check(self, follower: nn.Module | None = None) -> None:
         """Check, before forward, that the modules hold what they were last made to hold.
 
         If a user put something else there, `register` would silently take it away. What
-        `torch.func.functional_call` put there is noted as ``overrides``.
+        a `Lender` put there is noted as ``overrides``.
 
         Args:
             follower: a module of the unit that runs right after another one of it, whose check was
@@ -197,7 +219,7 @@ class Registration:
         for param in self._params:
             shown = getattr(param, self.registered)
             self._check_param(param, param.sharded if shown is None else shown)
-        if not self._lent:
+        if not self.lent:
             self.registered_before = self.registered
 
     def is_current(self) -> bool:
@@ -264,7 +286,11 @@ class Registration:
             return
         first = given[0]
         # A tied parameter is one slice of memory: other tensors under its names cannot all compute.
-        if all(value is first for value in given) and in_functional_call() and fits(first, param):
+        if (
+            all(value is first for value in given)
+            and is_lending()
+            and lenders[-1].fits(first, param)
+        ):
             assert first is not None
             self.overrides.append((param, first))
             return
@@ -273,34 +299,30 @@ class Registration:
         raise RuntimeError(_replaced_text(self.unit_name, param.fqn, module, gone))
 
     def note_lent(self) -> None:
-        """Remember what `torch.func.functional_call` has put into the modules for a forward.
+        """Remember what a `Lender` has put into the modules for a forward.
 
-        `register` puts it back until that call has returned. A unit may be registered anew before
-        its own forward looks for overrides: when it is planned again after a move, when what was
-        kept gathered is out of date, or when it is freed to make room.
+        `register` puts it back until the lender has taken it out. A unit may be registered anew
+        before its own forward looks for overrides: when it is planned again after a move, when what
+        was kept gathered is out of date, or when it is freed to make room.
         """
         self.registered_before = self.registered
-        self._lent = self.given_by_others()
-
-    def forget_lent(self) -> None:
-        """To be called when the forward has ended."""
-        self._lent = []
+        self.lent = self.given_by_others()
 
     def _keep_lent(self) -> None:
-        # A forward that raised forgets nothing. By the stack, functional_call has returned then.
-        if not in_functional_call():
-            self._lent = []
-        put(self._lent)
+        # A forward that raised forgets nothing.
+        if not is_lending():
+            self.lent = []
+        put(self.lent)
 
     def register_overrides(self) -> None:
         """Let the overrides compute; to be called after `register`, before forward."""
         for param, given in self.overrides:
-            whole = whole_of(given, param)
+            whole = lenders[-1].whole_of(given, param)
             for module, name in param.owners:
                 module._parameters[name] = whole  # type: ignore[assignment]
 
     def put_back_overrides(self) -> None:
-        """After forward, put back what `torch.func.functional_call` registered."""
+        """After forward, put back what a `Lender` registered."""
         # On its way out it puts back what it found, which are parameters of the kind that was
         # registered when it came. A unit that stays gathered would take those for a user's writes.
         if self.registered != self.registered_before:

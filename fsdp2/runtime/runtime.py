@@ -20,13 +20,12 @@ from torch.autograd import Variable
 
 from ..comm.streams import Event, Streams, streams_for
 from ..common.failures import accumulation_lost, parameters_are_gone
-from ..features.functional_call import in_functional_call
 from ..features.partial_gradients import run_deferred
 from .events import TreeEvents, TreePart, registry
 from .forwards import Forwards, Lookahead, modules_being_called
 from .param_group import requires_grad_of
 from .reduction import Reduction, ReductionsInFlight
-from .registration import ModulesChanged, put
+from .registration import ModulesChanged, is_lending, put
 from .states import GATHERED, RESHARDED, AfterForward, State
 from .torch_modes import NOT_TRACED, autograd_is_running, outside_torch_modes
 from .unit import Forward, Unit
@@ -164,7 +163,7 @@ class Runtime:
     def _begin_forward(self, unit: Unit) -> None:
         for ask in self.on.before_root_forward:
             ask()
-        self._borrows = in_functional_call()
+        self._borrows = is_lending()
         if self._borrows:
             # Before anything registers parameters, as `reset` does.
             for other in self.units:
@@ -297,7 +296,7 @@ class Runtime:
                 unit.reshard(self.streams)
         if self._borrows:
             for unit in self.units:
-                unit.registration.forget_lent()
+                unit.registration.lent = []
         assert self.forward_root is not None
         self.orders[self.forward_root] = self.this_forward
         self.forward_root = None

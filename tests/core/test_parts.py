@@ -162,3 +162,13 @@ def test_any_two_parts_work_together(first: str) -> None:
             except Exception as error:
                 error.add_note(" and ".join(pair))
                 raise
+
+
+def test_parts_hear_in_the_order_of_their_list() -> None:
+    """Whatever was imported first."""
+    from fsdp2.parts import PARTS
+
+    place = {module.__name__: i for i, module in enumerate(PARTS)}
+    for parts in (registry().unit_parts, registry().tree_parts):
+        places = [place[(p if isinstance(p, type) else type(p)).__module__] for p in parts]
+        assert places == sorted(places)

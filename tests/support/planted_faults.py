@@ -444,8 +444,8 @@ FAULTS = (
     Fault(
         "what functional_call lent is put back after it has returned",
         REGISTRATION,
-        "        if not in_functional_call():\n            self._lent = []",
-        "        if not in_functional_call():\n            pass",
+        "        if not is_lending():\n            self.lent = []",
+        "        if not is_lending():\n            pass",
         test="tests/core/test_functional.py"
         "::test_a_forward_fails_before_the_backward_of_an_earlier_one",
         families=("weights", "failures"),

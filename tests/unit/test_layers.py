@@ -20,13 +20,12 @@ KERNEL_KNOWS = {
     "sharding/param.py": "features/parameter_hooks.py features/spmd_types.py "
     "features/tensor_subclasses/tensor_subclass.py",
     "sharding/bucket.py": "features/side_by_side/neighbours.py",
-    "runtime/registration.py": "features/functional_call.py guards/lost_writes.py",
+    "runtime/registration.py": "guards/lost_writes.py",
     "runtime/param_group.py": "features/tensor_subclasses/extension.py "
     "features/tensor_subclasses/tensor_subclass.py transports/compressed/transports.py",
     "runtime/reduction.py": "features/parameter_hooks.py transports/compressed/transports.py",
     "runtime/unit_grads.py": "features/partial_gradients.py",
-    "runtime/runtime.py": "features/functional_call.py features/partial_gradients.py",
-    "runtime/building.py": "features/functional_call.py",
+    "runtime/runtime.py": "features/partial_gradients.py",
     "api/module.py": "api/comm_settings.py features/finalization.py features/frozen_cache.py "
     "features/gather_budget.py",
 }
