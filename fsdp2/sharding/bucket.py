@@ -12,13 +12,13 @@ import sys
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 
 from ..common.pinned import pinned_arena
 from ..dtensor.boxes import strides
-from ..dtensor.memory import Pack, note_gathered, storage_part, storage_slice, with_own_storage
-from ..features.side_by_side.neighbours import Place
+from ..dtensor.memory import Pack, note_gathered, storage_slice, with_own_storage
 from ..policy import MixedPrecisionPolicy, wire_dtype
 from .layout import BucketLayout, Slot, plan_bucket, secondary_layout
 from .mesh import DataParallelMesh
@@ -84,6 +84,16 @@ class Segments:
             resize(storage, 0)
 
 
+class SharedMemory(Protocol):
+    """Where the shards of a bucket are, if that is beside those of others."""
+
+    def gradients(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """Memory for its gradients, with a storage of its own; None: it needs some by itself."""
+
+    def note(self, dtensors: Sequence[torch.Tensor]) -> None:
+        """Take the gradients of which that is the memory."""
+
+
 class GradientStore(Pack):
     """The sharded gradients of a bucket: one flat tensor, one DTensor per parameter, made once.
 
@@ -114,7 +124,7 @@ class GradientStore(Pack):
         rank: int,
         params: Sequence[ShardedParam],
         flat: torch.Tensor,
-        place: Place | None = None,
+        place: SharedMemory | None = None,
     ) -> None:
         self.params = params
         self.flat = flat
@@ -284,7 +294,7 @@ class Bucket:
         self.keeps_storage = False  # whether addresses must stay: captured graphs contain them
         self.cached = False
         self.cache_valid = False
-        self.place: Place | None = None  # beside other buckets, if an optimizer asked for it
+        self.place: SharedMemory | None = None  # beside other buckets, if an optimizer asked for it
 
     # -- sharding ---------------------------------------------------------------------------
 
@@ -307,18 +317,6 @@ class Bucket:
                 local.copy_(own_rows(source, slot, self.rank) if whole else source)
             param.attach(local)
         self.shards = shards
-
-    def move_to(self, place: Place) -> None:
-        """Move the shards beside those of other buckets; to be called before `materialize`."""
-        # The tensor objects stay, since users may hold them (without gradients, ``to_local()``
-        # returns them). The caller has seen that nothing else refers to their memory.
-        shards = place.shards()
-        shards.copy_(self.shards)
-        for param, slot in zip(self.params, self.layout.slots, strict=True):
-            if param.local.numel():
-                part = storage_part(_shard_of(shards, slot, self.rank))
-                param.local.set_(part, 0, param.local.shape, param.local.stride())
-        self.shards, self.place = shards, place
 
     @property
     def is_meta(self) -> bool:
@@ -622,7 +620,7 @@ def _alias(tensor: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.T
     return tensor.new_empty(0).set_(tensor.untyped_storage(), start, shape, strides(shape))
 
 
-def _shard_of(flat: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
+def shard_of(flat: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
     """This rank's shard of a parameter, as a view of ``flat``."""
     stop = slot.shard_offset + slot.local_numel(rank)
     return flat[slot.shard_offset : stop].view(slot.local_shape(rank))
@@ -631,7 +629,7 @@ def _shard_of(flat: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
 def _slice_with_own_storage(flat: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
     """This rank's shard of a parameter, with a storage of just these bytes of ``flat``."""
     # ``torch.save`` writes whole storages: of a plain view it would write the whole unit.
-    shard = _shard_of(flat, slot, rank)
+    shard = shard_of(flat, slot, rank)
     if shard.numel() == 0:
         return flat.new_empty(shard.shape)
     return shard if flat.is_meta else with_own_storage(shard)

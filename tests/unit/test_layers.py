@@ -19,7 +19,6 @@ PARTS = ("transports/", "features/", "guards/", "api/comm_settings.py")
 KERNEL_KNOWS = {
     "sharding/param.py": "features/parameter_hooks.py features/spmd_types.py "
     "features/tensor_subclasses/tensor_subclass.py",
-    "sharding/bucket.py": "features/side_by_side/neighbours.py",
     "runtime/registration.py": "guards/lost_writes.py",
     "runtime/param_group.py": "features/tensor_subclasses/extension.py "
     "features/tensor_subclasses/tensor_subclass.py transports/compressed/transports.py",

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 from typing_extensions import override
 
-from ...dtensor.memory import asked_side_by_side
+from ...dtensor.memory import asked_side_by_side, storage_part
 from ...runtime.events import UnitPart, registry
 from ...runtime.unit import Unit
-from ...sharding.bucket import FREE_MIN_BYTES, Bucket
+from ...sharding.bucket import FREE_MIN_BYTES, Bucket, shard_of
 from .neighbours import NEIGHBOURS_BYTES, Neighbours, Place, is_held
 
 
@@ -74,7 +74,19 @@ def _place(buckets: Sequence[Bucket]) -> None:
         first.shard_device,
     )
     for i, bucket in enumerate(buckets):
-        bucket.move_to(Place(neighbours, i))
+        _move(bucket, Place(neighbours, i))
+
+
+def _move(bucket: Bucket, place: Place) -> None:
+    # The tensor objects stay, since users may hold them (without gradients, ``to_local()`` returns
+    # them). `is_held` has seen that nothing else refers to their memory.
+    shards = place.shards()
+    shards.copy_(bucket.shards)
+    for param, slot in zip(bucket.params, bucket.layout.slots, strict=True):
+        if param.local.numel():
+            part = storage_part(shard_of(shards, slot, bucket.rank))
+            param.local.set_(part, 0, param.local.shape, param.local.stride())
+    bucket.shards, bucket.place = shards, place
 
 
 class _SideBySide(UnitPart):
