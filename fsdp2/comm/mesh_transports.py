@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..custom import AllGather, ReduceScatter
 from ..policy import CommPolicy
+from ..sharding.bucket import SecondaryShards
 from ..sharding.mesh import DataParallelMesh, subgroup_mesh
 from ..sharding.process_groups import connect_group
 from .transports import Transport, check_backend, make_transport, separate_group
@@ -76,6 +77,7 @@ class MeshTransports:
         gather, scatter: over the ranks that share each parameter.
         replicate: over the ranks that hold the same shard.
         secondary_gather: within the groups of ``reshard_after_forward=int``; see `make_secondary`.
+        narrow: makes of larger shards what is kept in their place, of this dtype; None: themselves.
         allocating: makes the contexts in which gathered storage gets its memory; None: any memory.
     """
 
@@ -88,6 +90,7 @@ class MeshTransports:
         self.replicate: Transport | None = None
         self.secondary_gather: Transport | None = None
         self.secondary_mesh: DeviceMesh | None = None
+        self.narrow: Callable[[SecondaryShards, torch.dtype], SecondaryShards] | None = None
         self.allocating: Callable[[], AbstractContextManager[None]] | None = None
         sum_only = options.sum_only
         if mesh.shard_group is not None and mesh.num_shards > 1:

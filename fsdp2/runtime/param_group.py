@@ -27,7 +27,6 @@ from ..sharding.mesh import DataParallelMesh
 from ..sharding.param import ShardedParam, managed_as
 from ..sharding.plans import GatherBatch, GatherPlan, ReducePlan
 from ..sharding.process_groups import num_hosts
-from ..transports.compressed.transports import NarrowSecondaryShards
 from .registration import Registration, put
 from .unit_config import UnitConfig
 
@@ -380,7 +379,7 @@ class ParamGroup:
             bucket.forget_transports()
             if bucket.secondary is not None:
                 bucket.secondary = bucket.secondary.in_full
-                self._narrow_secondary(bucket)
+                self._narrow_secondary(bucket, transports)
         self.secondary = [b.secondary for b in self.buckets if b.secondary is not None]
         self._secondary_for = None
 
@@ -461,8 +460,7 @@ class ParamGroup:
                     secondary_size=transports.make_secondary(secondary_size), split=split
                 )
                 bucket.keep_dtypes()
-                if bucket.secondary is not None:
-                    self._narrow_secondary(bucket)
+                self._narrow_secondary(bucket, transports)
         self.secondary = [b.secondary for b in self.buckets if b.secondary is not None]
         self._secondary_for = None
         self.materialized = True
@@ -470,10 +468,9 @@ class ParamGroup:
         self.incomplete = not all(bucket.is_made for bucket in self.buckets)
         self._follow_unsharded()
 
-    def _narrow_secondary(self, bucket: Bucket) -> None:
-        policy = self._config.comm_options.policy
-        if policy is not None and bucket.secondary and policy.keeps(bucket.gather_dtype):
-            bucket.secondary = NarrowSecondaryShards(bucket.secondary, policy)
+    def _narrow_secondary(self, bucket: Bucket, transports: MeshTransports) -> None:
+        if bucket.secondary is not None and transports.narrow is not None:
+            bucket.secondary = transports.narrow(bucket.secondary, bucket.gather_dtype)
 
     def complete(self) -> None:
         """After the first gather, which made the unsharded parameters of tensor subclasses."""

@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, repeat
 from operator import attrgetter, is_
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import nn
@@ -45,7 +45,6 @@ from ..features.parameter_hooks import TensorHooks, call_tensor_hooks
 from ..sharding.bucket import Bucket, GradientStore
 from ..sharding.param import ShardedParam
 from ..sharding.plans import ReducePlan
-from ..transports.compressed.transports import Cuts
 from .unit_config import UnitConfig
 
 # With `map` in place of generators, which cost a frame per item: these run in every backward.
@@ -55,6 +54,12 @@ _nbytes_of, _replicate_of = attrgetter("nbytes"), attrgetter("replicate")
 # A parameter, its gradient, and how often that was written once something was added to it. Users
 # may drop the gradient before the iteration ends: its memory is to go then.
 Added = tuple[ShardedParam, weakref.ref[torch.Tensor], int]
+
+
+class Cuts(Protocol):
+    """A transport that sums under a policy, which has to know where parameters end."""
+
+    def cut(self, bucket: Bucket, plan: ReducePlan, flat: torch.Tensor) -> list[torch.Tensor]: ...
 
 
 class Reduction:

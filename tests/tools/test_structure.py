@@ -36,7 +36,7 @@ def measured() -> dict[str, Entered]:
 # is made in. (The design of the kernel aims at 25, 4,500 and 480.)
 LIMITS = {
     structure.KERNEL: (27, 5745, 559),
-    ("transports",): (13, 2004, 223),
+    ("transports",): (13, 2006, 224),
     ("features",): (16, 1651, 184),
     ("guards",): (10, 961, 103),
     ("api/comm_settings.py",): (1, 105, 13),
@@ -71,7 +71,7 @@ def test_sharding_and_a_first_step_enter_few_files_and_functions(
     # With `api/torch_errors.py` and `common/torch_patches.py`, which are entered once in a process.
     # Each part is asked once whether it has anything to do in the tree.
     assert len(measured[FIRST].files) <= 57 + OLDER_TORCH
-    assert len(measured[FIRST].functions) <= 379
+    assert len(measured[FIRST].functions) <= 381
 
 
 def test_a_steady_step_enters_few_files_and_functions(measured: dict[str, Entered]) -> None:

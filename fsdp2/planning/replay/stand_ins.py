@@ -516,10 +516,11 @@ class CountedParamGroup(ParamGroup):
         self.gather_tags = self.reduce_tags = [0] * len(self.buckets)
 
     @override
-    def _narrow_secondary(self, bucket: Bucket) -> None:
+    def _narrow_secondary(self, bucket: Bucket, transports: Any) -> None:
         policy, secondary = self._config.comm_options.policy, bucket.secondary
-        if policy is not None and policy.secondary and policy.keeps(bucket.gather_dtype):
-            assert secondary is not None
+        if policy is None or policy.secondary is None or secondary is None:
+            return
+        if policy.keeps(bucket.gather_dtype):
             row = gather_row(secondary.layout, policy.secondary, policy.block)
             cast(_Secondary, secondary).nbytes = row.nbytes
 

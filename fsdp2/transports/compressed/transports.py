@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -53,12 +54,6 @@ class CutGradients(list[torch.Tensor]):
     def __init__(self, parts: Sequence[torch.Tensor], cut: Cut) -> None:
         super().__init__(parts)
         self.cut = cut
-
-
-class Cuts(Protocol):
-    """What an all-reduce under a policy needs before it."""
-
-    def cut(self, bucket: Bucket, plan: ReducePlan, flat: torch.Tensor) -> list[torch.Tensor]: ...
 
 
 class CompressedTransport:
@@ -477,10 +472,15 @@ def wrap(transport: Transport, use: Use, of: MeshTransports) -> Transport:
     if policy is None or (use == "secondary all-gather" and policy.secondary is None):
         return transport
     if use == "secondary all-gather":
+        of.narrow = partial(_narrow, policy)
         policy = replace(policy, gather=policy.secondary)
     elif use == "reduce-scatter":
         hops = _hops(of.mesh, of.device, policy)
     return CompressedTransport(transport, of.device, policy, hops=hops)
+
+
+def _narrow(policy: CommPolicy, full: SecondaryShards, dtype: torch.dtype) -> SecondaryShards:
+    return NarrowSecondaryShards(full, policy) if policy.keeps(dtype) else full
 
 
 def reduce_groups(
