@@ -9,6 +9,7 @@ from .features import (
     functional_call,
     gather_budget,
     middle,
+    partial_gradients,
     steps_in_backward,
 )
 from .features.early_free import early_free
@@ -24,7 +25,7 @@ from .transports.host import exchange
 PARTS = (
     *(custom, compressed, exchange),
     *(early_free, finalization, gather_budget, frozen_cache, functional_call),
-    *(middle, side_by_side, steps_in_backward),
+    *(partial_gradients, middle, side_by_side, steps_in_backward),
     *(first_forward, initial_values, gathered_writes, optimizer_checks, requested_gradients),
     unwritten,
 )

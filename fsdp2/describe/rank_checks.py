@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..features.partial_gradients import deferred_in
 from ..guards.rank_agreement.comparison import all_values, by_ranks, describe, last_order, name_of
 from ..guards.rank_agreement.store_exchange import (
     MAX_LINES,
@@ -96,7 +97,7 @@ def watch_ranks(model: nn.Module, *, timeout_s: float = 60.0) -> Iterator[None]:
         for unit in all_units:
             vars(unit).pop("start_unshard", None)
             vars(unit.gradients).pop("make_reductions", None)
-            vars(unit.gradients.deferred).pop("choose_group", None)
+            vars(deferred_in(unit)).pop("choose_group", None)
 
 
 def _watch(unit: Unit, name: str, exchange: StoreExchange) -> None:
@@ -129,7 +130,7 @@ def _watch(unit: Unit, name: str, exchange: StoreExchange) -> None:
             _meet(exchange, f"reduce '{name}' ({', '.join(grads)})")
         return reductions
 
-    deferred = unit.gradients.deferred
+    deferred = deferred_in(unit)
     choose_group = deferred.choose_group
 
     def choose(param: ShardedParam, grad: torch.Tensor, *, may_wait: bool) -> Any:

@@ -11,32 +11,32 @@ deferred, and only where nothing reads ``.grad`` earlier.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from ..comm.transports import sum_together
+from ..runtime.events import TreePart, registry
+from ..runtime.runtime import Runtime
+from ..runtime.unit import Unit
 from ..sharding.param import ShardedParam
 
 # Gradients of more bytes are summed at once: their collectives are worth overlapping.
 LATE_MAX_BYTES = 256 * 1024
 
 
-class DeferredReductions:
+class DeferredSums:
     """The deferred sums of one unit: of which parameters, over which ranks."""
 
     def __init__(self) -> None:
         self.groups: dict[ShardedParam, dist.ProcessGroup] = {}
 
     def local_gradient(
-        self, param: ShardedParam, grad: torch.Tensor, *, may_wait: bool
+        self, param: ShardedParam, grad: torch.Tensor, may_wait: bool
     ) -> torch.Tensor:
-        """`ShardedParam.local_gradient`, without the sum where that is deferred.
-
-        Args:
-            may_wait: whether ``.grad`` may be incomplete until the end of this backward, and no
-                earlier reduction writes it.
-        """
+        """`ShardedParam.local_gradient`, without the sum where that is deferred."""
         group = self.choose_group(param, grad, may_wait=may_wait)
         if group is None:
             return param.local_gradient(grad)
@@ -62,25 +62,54 @@ class DeferredReductions:
                 self.groups[param] = group
         return group
 
-    def forget(self) -> None:
-        """Backward is over, or failed."""
-        self.groups.clear()
+
+def deferred_in(unit: Unit) -> DeferredSums:
+    """The deferred sums of ``unit``."""
+    return unit.of_parts.setdefault(DeferredSums, DeferredSums())
 
 
-def run_deferred(sums: Sequence[DeferredReductions]) -> None:
+class PartialGradients(TreePart):
+    """Sums gradients of tensor-parallel parameters at the end of backward."""
+
+    runtime: Runtime
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime)
+        for unit in runtime.units:
+            unit.gradients.local_gradient = deferred_in(unit).local_gradient
+
+    @override
+    @classmethod
+    def of(cls, runtime: Runtime) -> Self | None:
+        params = (param for unit in runtime.units for param in unit.params)
+        return cls(runtime) if any(param.tensor_parallel for param in params) else None
+
+    @override
+    def iteration_ends(self) -> None:
+        sums = [deferred_in(unit).groups for unit in self.runtime.units]
+        if any(sums):
+            _run(sums)
+
+    @override
+    def backward_abandoned(self) -> None:
+        for unit in self.runtime.units:
+            deferred_in(unit).groups.clear()
+
+
+def _run(sums: Sequence[dict[ShardedParam, dist.ProcessGroup]]) -> None:
     """Complete the ``.grad`` of all deferred parameters, and forget them."""
     # Units come in the order of the tree and parameters in that of their buckets, so all ranks of
     # a group sum the same tensors in the same order.
     late: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
     for of_unit in sums:
-        for param, group in of_unit.groups.items():
+        for param, group in of_unit.items():
             grad = param.sharded.grad
             if grad is not None:
                 late.setdefault(group, []).append(getattr(grad, "_local_tensor", grad))
     for group, grads in late.items():
         sum_together(group, grads)
     for of_unit in sums:
-        of_unit.forget()
+        of_unit.clear()
 
 
 def _may_be_late(param: ShardedParam, grad: torch.Tensor) -> bool:
@@ -94,3 +123,6 @@ def _may_be_late(param: ShardedParam, grad: torch.Tensor) -> bool:
         and not sharded._backward_hooks
         and grad.numel() * grad.element_size() <= LATE_MAX_BYTES
     )
+
+
+registry.add(PartialGradients)

@@ -40,6 +40,7 @@ from ..runtime.runtime import Runtime
 from ..runtime.unit import Unit
 from ..sharding.bucket import Bucket
 from ..sharding.param import ShardedParam
+from .partial_gradients import deferred_in
 
 _trees: WeakSet[Runtime] = WeakSet()
 
@@ -101,7 +102,7 @@ class EarlySteps(TreePart):
         # (Without sync, more is to come: such a backward reduces with `set_accumulate_sharded`.)
         if not (runtime.ends_iteration and unit.config.sync_grads) or runtime.creates_graph:
             return
-        if unit.awaits_backward or unit.gradients.deferred.groups:
+        if unit.awaits_backward or deferred_in(unit).groups:
             return
         final = [p for p in params if 0 < self._expected.get(p, 0) <= completed[p]]
         if not final:

@@ -20,7 +20,6 @@ from torch.autograd import Variable
 
 from ..comm.streams import Event, Streams, streams_for
 from ..common.failures import accumulation_lost, parameters_are_gone
-from ..features.partial_gradients import run_deferred
 from .events import TreeEvents, TreePart, registry
 from .forwards import Forwards, Lookahead, modules_being_called
 from .param_group import requires_grad_of
@@ -533,9 +532,6 @@ class Runtime:
     def complete_iteration(self) -> None:
         """Wait for the reductions. Afterwards users may look at ``.grad``."""
         self.reductions.complete(self.streams)
-        deferred = [unit.gradients.deferred for unit in self.units]
-        if any(of_unit.groups for of_unit in deferred):
-            run_deferred(deferred)
         if self.creates_graph:
             for unit in self.units:
                 unit.gradients.refuse_graph()

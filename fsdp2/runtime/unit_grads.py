@@ -7,14 +7,13 @@ that autograd itself adds them up in it.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..features.partial_gradients import DeferredReductions
 from ..sharding.bucket import Bucket
 from ..sharding.param import ShardedParam
 from .param_group import ParamGroup, requires_grad_of
@@ -22,6 +21,7 @@ from .reduction import Reduction, reduced_without_graph
 from .unit_config import UnitConfig
 
 _partial_of = attrgetter("partial_present")
+LocalGradient = Callable[[ShardedParam, torch.Tensor, bool], torch.Tensor]
 Taken = list[dict[int, torch.Tensor]]  # for each bucket: index of a parameter -> its gradient
 
 
@@ -33,7 +33,9 @@ class UnitGrads:
         holds_earlier: whether the last backward left gradients unreduced, so that some rank may
             hold sums in the dtype of the reduction.
         holds_partial_sums: whether the last backward left out the all-reduce over replicas.
-        deferred: gradients that are still to be summed over tensor-parallel ranks.
+        local_gradient: makes of a parameter's gradient what is reduced over data-parallel ranks.
+            The last argument is whether ``.grad`` may be incomplete until the end of this backward,
+            and no earlier reduction writes it. A part may put its own here.
     """
 
     reduction_type: type[Reduction] = Reduction  # `fsdp2.planning` has one that sums nothing
@@ -42,7 +44,7 @@ class UnitGrads:
         self._param_group = param_group
         self._config = config
         self._offloads = config.offload
-        self.deferred = DeferredReductions()
+        self.local_gradient: LocalGradient = lambda param, grad, _: param.local_gradient(grad)
         self._trained: set[ShardedParam] = set()  # see `note_trained`
         self.sums = False
         self.holds_earlier = False
@@ -132,7 +134,7 @@ class UnitGrads:
                     ):
                         param = bucket.params[i]
                         may_wait = may_defer and not bucket.is_reducing(i)
-                        grad = self.deferred.local_gradient(param, grad, may_wait=may_wait)
+                        grad = self.local_gradient(param, grad, may_wait)
                     grads[i] = grad
             taken.append(grads)
         return taken
@@ -206,7 +208,6 @@ class UnitGrads:
         """Drop every gradient that is in no ``.grad`` of a sharded parameter yet."""
         self.holds_earlier = self.holds_partial_sums = False
         self._trained.clear()
-        self.deferred.forget()
         for param in self._param_group.params:
             if param.unsharded is not None:
                 param.unsharded.grad = None

@@ -23,8 +23,6 @@ KERNEL_KNOWS = {
     "runtime/param_group.py": "features/tensor_subclasses/extension.py "
     "features/tensor_subclasses/tensor_subclass.py",
     "runtime/reduction.py": "features/parameter_hooks.py",
-    "runtime/unit_grads.py": "features/partial_gradients.py",
-    "runtime/runtime.py": "features/partial_gradients.py",
     "api/module.py": "api/comm_settings.py features/finalization.py features/frozen_cache.py "
     "features/gather_budget.py",
 }

@@ -20,7 +20,6 @@ from torch import nn
 from typing_extensions import override
 
 from ...features.early_free.early_free import EarlyFree
-from ...features.partial_gradients import DeferredReductions
 from ...policy import CommPolicy, OffloadBeyond, compute_dtype, hops_of
 from ...runtime.param_group import ParamGroup
 from ...runtime.reduction import Reduction
@@ -459,14 +458,6 @@ class _Transports:
         return size
 
 
-class _NothingDeferred(DeferredReductions):
-    """Defers nothing, as there is no tensor parallelism."""
-
-    @override
-    def local_gradient(self, param: Any, grad: Any, *, may_wait: bool) -> Any:
-        return grad
-
-
 class CountedParamGroup(ParamGroup):
     """Parameters, buckets and transports without tensors or process groups."""
 
@@ -548,7 +539,7 @@ class CountedUnitGrads(UnitGrads):
 
     def __init__(self, param_group: ParamGroup, config: UnitConfig) -> None:
         super().__init__(param_group, config)
-        self.deferred = _NothingDeferred()
+        self.local_gradient = lambda param, grad, may_wait: grad
 
 
 class CountedUnit(Unit):
