@@ -33,7 +33,7 @@ class FrozenCache(TreePart):
     @override
     @classmethod
     def of(cls, runtime: Runtime) -> Self | None:
-        return cls(runtime) if any(map(_limit_of, runtime.units)) else None
+        return cls(runtime) if any(unit.config.keep_frozen for unit in runtime.units) else None
 
     @override
     def planned(self, unit: Unit) -> None:
@@ -41,8 +41,9 @@ class FrozenCache(TreePart):
 
     def choose(self) -> None:
         """Choose again which buckets stay gathered, from the next gather on."""
-        limited = [unit for unit in self.runtime.units if _limit_of(unit) is not None]
-        chosen = choose_cached((_limit_of(unit), unit.buckets) for unit in limited)
+        units = self.runtime.units
+        limited = {u: limit for u in units if (limit := u.config.keep_frozen) is not None}
+        chosen = choose_cached((limit, unit.buckets) for unit, limit in limited.items())
         for unit in limited:
             for bucket in unit.buckets:
                 bucket.cached = bucket in chosen
@@ -59,7 +60,7 @@ class FrozenCache(TreePart):
 
     @override
     def before_gather(self, unit: Unit) -> None:
-        if _limit_of(unit) is None:
+        if unit.config.keep_frozen is None:
             return
         # Ranks gather together or hang. So only writes that all of them know of count here:
         # operators on DTensors are called by all ranks, and a write to the local tensor may be this
@@ -73,23 +74,17 @@ class FrozenCache(TreePart):
                 _gathered_at[bucket] = bucket.versions()
 
 
-def _limit_of(unit: Unit) -> KeepFrozen | None:
-    return unit.config.keep_frozen
-
-
-def choose_cached(units: Iterable[tuple[KeepFrozen | None, Sequence[Bucket]]]) -> set[Bucket]:
+def choose_cached(units: Iterable[tuple[KeepFrozen, Sequence[Bucket]]]) -> set[Bucket]:
     """The buckets to keep gathered.
 
     Args:
-        units: the limit of each unit, if it has one, and its buckets; in module order.
+        units: the limit of each unit that has one, and its buckets; in module order.
     """
     # Greedily in module order: what runs first has nothing before it that could hide its gather.
     # Sizes and what is frozen decide, so all ranks choose the same buckets.
     used: dict[KeepFrozen, int] = {}
     chosen: set[Bucket] = set()
     for budget, buckets in units:
-        if budget is None:
-            continue
         for bucket in buckets:
             nbytes = bucket.gathered_bytes
             if not nbytes or any(param.sharded.requires_grad for param in bucket.params):

@@ -1,9 +1,9 @@
 """What happens in a tree of units, for the parts of the library that the kernel does not know.
 
 A part is a class with the events that it wants to hear. The kernel tells them without asking what
-is on: `Events` has for each event the bound methods of those parts that override it, in the order
-in which parts were registered. An event that nobody hears is an empty tuple, which costs a hook 25
-nanoseconds.
+is on: `UnitEvents` and `TreeEvents` have for each event the bound methods of those parts that
+override it, in the order of `parts.py`. An event that nobody hears is an empty tuple, which costs a
+hook 25 nanoseconds.
 
 There are two kinds. A `UnitPart` is one object per process, and hears of units from their making
 on, and keeps what it knows of one in `Unit.of_parts`: in a weak dictionary, values that lead to
@@ -198,7 +198,7 @@ class TreeEvents(_Hearers):
 
 
 class Registry:
-    """The parts of this process, in the order of their registration.
+    """The parts of this process, in the order of `parts.py` once that has called `arrange`.
 
     Attributes:
         on: what those that hear of all units hear.

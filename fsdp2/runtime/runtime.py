@@ -90,7 +90,7 @@ class Runtime:
         self.forwards = Forwards()
         self._carried_unit: Unit | None = None
         self._kept_unit: Unit | None = None  # as it was expected to run again at once
-        self._borrows = False  # whether this forward is inside `torch.func.functional_call`
+        self._borrows = False  # whether what modules hold is lent to them for this forward
         self.lookahead = Lookahead(self.streams)
         self._parts: list[TreePart] = []
         self.on = TreeEvents(TreePart, ())
@@ -558,8 +558,7 @@ class Runtime:
                     tell(unit, None)
             if self.creates_graph and unit.config.reshard_after_backward and not unit.running:
                 unit.register_sharded()
-        if self._offloads:
-            self.streams.synchronize()
+        self.synchronize()
 
     def synchronize(self) -> None:
         """Let the host wait for all streams: users may read and write what is offloaded."""

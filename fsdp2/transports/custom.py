@@ -155,7 +155,7 @@ class FlatTransport:
 # and in which the host waits; later calls only look it up. So ranks must allocate and free in the
 # same order: where one took a new segment and another one a known one, they would wait for ever.
 # All gathers and frees are in an order that ranks share, but for one: parameters that are freed
-# early if nothing on this rank refers to them. In this memory they are not (`Unit._release`).
+# early if nothing on this rank refers to them. In this memory they are not (`EarlyFree`).
 
 
 def on_memory(kind: str, base: Transport, device: torch.device, *, sum_only: bool) -> Transport:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fsdp2
+from counted import CountedReduceScatter
 from fsdp2 import FSDPModule, optim
 from fsdp2.checkpoint import Checkpointer, load_model, save_model
 from fsdp2.runtime.unit import unit_of
@@ -35,20 +36,10 @@ class CustomGather:
         )
 
 
-class CustomReduceScatter(CustomGather):
+class CustomReduceScatter(CountedReduceScatter):
     """A reduce-scatter of the user's."""
 
-    def __call__(  # type: ignore[override]
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: Any,
-        op: Any,
-        async_op: bool = False,
-    ) -> Any:
-        return dist.reduce_scatter_tensor(
-            output_tensor, input_tensor, op=op, group=group, async_op=async_op
-        )
+    allocate = CustomGather.allocate
 
 
 class Run(InBetween):

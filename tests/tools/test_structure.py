@@ -35,9 +35,9 @@ def measured() -> dict[str, Entered]:
 # Files, code lines, functions. They may only shrink: a change is paid for in the room that it
 # is made in. (The design of the kernel aims at 25, 4,500 and 480.)
 LIMITS = {
-    structure.KERNEL: (27, 5740, 559),
+    structure.KERNEL: (27, 5739, 559),
     ("transports",): (13, 2006, 224),
-    ("features",): (16, 1674, 188),
+    ("features",): (16, 1671, 187),
     ("guards",): (10, 961, 103),
     ("api/comm_settings.py",): (1, 105, 13),
 }
