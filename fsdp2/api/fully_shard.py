@@ -269,8 +269,6 @@ def _make_unit(
         for tell in registry.on.before_sharding:
             tell(unit, params)
         unit.param_group.shard(params)
-        # Whether they are offloaded may have been settled just now.
-        unit.gradients = unit.grads_type(unit.param_group, config)
         _move_to_device((b for m in tree for b in m.buffers(recurse=False)), unit.device)
     hooks = UnitHooks.made_for(unit)
     # On the modules that own parameters, not on the unit's: ``state_dict`` of a submodule alone has

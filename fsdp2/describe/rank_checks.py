@@ -7,15 +7,16 @@ some of them also run automatically before the first forward (`first_forward`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import ClassVar, Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from typing_extensions import override
 
-from ..features.partial_gradients import deferred_in
+from ..features.partial_gradients import DeferredSums
 from ..guards.rank_agreement.comparison import all_values, by_ranks, describe, last_order, name_of
 from ..guards.rank_agreement.store_exchange import (
     MAX_LINES,
@@ -23,6 +24,10 @@ from ..guards.rank_agreement.store_exchange import (
     RanksDisagreeError,
     StoreExchange,
 )
+from ..observing import observing
+from ..runtime.events import TreePart
+from ..runtime.reduction import Reduction
+from ..runtime.runtime import Runtime
 from ..runtime.unit import Unit, units_in
 from ..sharding.param import ShardedParam
 
@@ -87,26 +92,36 @@ def watch_ranks(model: nn.Module, *, timeout_s: float = 60.0) -> Iterator[None]:
         (ranks 0, 1), gather 'layers.2' in forward (rank 2)
     """
     names = {module: name for name, module in model.named_modules()}
-    all_units = units_in(model)
+    compared = {
+        unit: _Operations(unit, name_of(unit, names), StoreExchange("watch", ranks, timeout_s))
+        for ranks, units in by_ranks(units_in(model)).items()
+        for unit in units
+    }
+
+    class Watch(_Watch):
+        operations = compared
+
     try:
-        for ranks, units in by_ranks(all_units).items():
-            for unit in units:
-                _watch(unit, name_of(unit, names), StoreExchange("watch", ranks, timeout_s))
-        yield
+        for unit, operations in compared.items():
+            DeferredSums.of(unit).observer = operations.sum_partial
+        with observing(Watch):
+            yield
     finally:
-        for unit in all_units:
-            vars(unit).pop("start_unshard", None)
-            vars(unit.gradients).pop("make_reductions", None)
-            vars(deferred_in(unit)).pop("choose_group", None)
+        for unit in compared:
+            DeferredSums.of(unit).observer = None
+        compared.clear()  # a class lives until the garbage collector comes
 
 
-def _watch(unit: Unit, name: str, exchange: StoreExchange) -> None:
-    """Shadow the class's methods on this object, so that unwatched units pay nothing."""
-    start_unshard, make_reductions = unit.start_unshard, unit.gradients.make_reductions
+class _Operations:
+    """Compares the operations of one unit across ranks before each of them."""
 
-    def gather(streams: Any) -> None:
+    def __init__(self, unit: Unit, name: str, exchange: StoreExchange) -> None:
+        self._unit, self._name, self._exchange = unit, name, exchange
+
+    def gather(self) -> None:
+        unit = self._unit
         phase = "backward" if unit.runtime.in_backward else "forward"
-        what = f"gather '{name}' in {phase}"
+        what = f"gather '{self._name}' in {phase}"
         if any(bucket.cache_valid for bucket in unit.buckets):  # which ones may differ by rank
             rest = [
                 p.fqn.rsplit(".", 1)[-1]
@@ -115,37 +130,43 @@ def _watch(unit: Unit, name: str, exchange: StoreExchange) -> None:
                 for p in b.params
             ]
             what += f" (only {', '.join(rest) or 'what it has already'})"
-        _meet(exchange, what)
-        start_unshard(streams)
+        _meet(self._exchange, what)
 
-    def reduce(taken: Any, **options: Any) -> Any:
-        reductions = make_reductions(taken, **options)
-        if reductions:
-            grads = [
-                param.fqn.rsplit(".", 1)[-1]
-                for reduction in reductions
-                for param, grad in zip(reduction.bucket.params, reduction.grads, strict=True)
-                if grad is not None
-            ]
-            _meet(exchange, f"reduce '{name}' ({', '.join(grads)})")
-        return reductions
+    def reduce(self, reductions: Sequence[Reduction]) -> None:
+        grads = [
+            param.fqn.rsplit(".", 1)[-1]
+            for reduction in reductions
+            for param, grad in zip(reduction.bucket.params, reduction.grads, strict=True)
+            if grad is not None
+        ]
+        _meet(self._exchange, f"reduce '{self._name}' ({', '.join(grads)})")
 
-    deferred = deferred_in(unit)
-    choose_group = deferred.choose_group
-
-    def choose(param: ShardedParam, grad: torch.Tensor, *, may_wait: bool) -> Any:
-        group = choose_group(param, grad, may_wait=may_wait)
+    def sum_partial(self, param: ShardedParam, grad: torch.Tensor, deferred: bool) -> None:
         over = param.summed_over(grad)
         if over is not None:
             ranks = tuple(dist.get_process_group_ranks(over))
-            when = "at once" if group is None else "at the end of backward"
-            of_sum = StoreExchange("watch", ranks, exchange.timeout_s)
+            when = "at the end of backward" if deferred else "at once"
+            of_sum = StoreExchange("watch", ranks, self._exchange.timeout_s)
             _meet(of_sum, f"sum the gradient of '{param.fqn}' {when}")
-        return group
 
-    vars(unit)["start_unshard"] = gather
-    vars(deferred)["choose_group"] = choose
-    vars(unit.gradients)["make_reductions"] = reduce
+
+class _Watch(TreePart):
+    operations: ClassVar[Mapping[Unit, _Operations]]
+
+    @override
+    @classmethod
+    def of(cls, runtime: Runtime) -> Self | None:
+        return cls(runtime) if any(unit in cls.operations for unit in runtime.units) else None
+
+    @override
+    def gather_requested(self, unit: Unit) -> None:
+        if unit in self.operations:
+            self.operations[unit].gather()
+
+    @override
+    def reductions_launched(self, unit: Unit, reductions: Sequence[Reduction]) -> None:
+        if unit in self.operations:
+            self.operations[unit].reduce(reductions)
 
 
 def _meet(exchange: StoreExchange, what: str) -> None:

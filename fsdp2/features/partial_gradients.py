@@ -10,7 +10,7 @@ deferred, and only where nothing reads ``.grad`` earlier.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Self
 
 import torch
@@ -19,8 +19,9 @@ from typing_extensions import override
 
 from ..comm.transports import sum_together
 from ..runtime.events import TreePart, registry
-from ..runtime.runtime import Runtime
+from ..runtime.runtime import Runtime, runtime_of
 from ..runtime.unit import Unit
+from ..sharding.bucket import Bucket
 from ..sharding.param import ShardedParam
 
 # Gradients of more bytes are summed at once: their collectives are worth overlapping.
@@ -28,16 +29,31 @@ LATE_MAX_BYTES = 256 * 1024
 
 
 class DeferredSums:
-    """The deferred sums of one unit: of which parameters, over which ranks."""
+    """The deferred sums of one unit.
 
-    def __init__(self) -> None:
+    Attributes:
+        groups: of which parameters, over which ranks.
+        observer: is told of each gradient and whether its sum is deferred, before that is done.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
         self.groups: dict[ShardedParam, dist.ProcessGroup] = {}
+        self.observer: Callable[[ShardedParam, torch.Tensor, bool], None] | None = None
 
-    def local_gradient(
-        self, param: ShardedParam, grad: torch.Tensor, may_wait: bool
-    ) -> torch.Tensor:
+    @classmethod
+    def of(cls, unit: Unit) -> DeferredSums:
+        """Those of ``unit``, which may have no tensor-parallel parameters."""
+        if cls not in unit.of_parts:
+            unit.of_parts[cls] = cls(unit)
+        return unit.of_parts[cls]
+
+    def local_gradient(self, bucket: Bucket, i: int, grad: torch.Tensor) -> torch.Tensor:
         """`ShardedParam.local_gradient`, without the sum where that is deferred."""
-        group = self.choose_group(param, grad, may_wait=may_wait)
+        param = bucket.params[i]
+        group = self._choose_group(bucket, i, grad)
+        if self.observer is not None:
+            self.observer(param, grad, group is not None)
         if group is None:
             return param.local_gradient(grad)
         if param.summed_over(grad) is group:
@@ -47,25 +63,35 @@ class DeferredSums:
         # per rank.
         return param.local_gradient(grad) / group.size()
 
-    def choose_group(
-        self, param: ShardedParam, grad: torch.Tensor, *, may_wait: bool
-    ) -> dist.ProcessGroup | None:
+    def _choose_group(self, bucket: Bucket, i: int, grad: torch.Tensor) -> dist.ProcessGroup | None:
         """The ranks over which this gradient is summed at the end of backward; None: at once.
 
         The choice depends on hooks and on an earlier ``.grad``, which one rank alone may have:
         `watch_ranks` compares it across ranks.
         """
+        param = bucket.params[i]
         group = self.groups.get(param)
-        if group is None and may_wait and _may_be_late(param, grad):
+        if group is None and self._may_wait(bucket, i) and _may_be_late(param, grad):
             group = param.summed_over(grad)
             if group is not None:
                 self.groups[param] = group
         return group
 
-
-def deferred_in(unit: Unit) -> DeferredSums:
-    """The deferred sums of ``unit``."""
-    return unit.of_parts.setdefault(DeferredSums, DeferredSums())
+    def _may_wait(self, bucket: Bucket, i: int) -> bool:
+        """Whether ``.grad`` may be incomplete until this backward ends."""
+        # It must be the last one before users look at it. No hook may see it, no all-reduce may be
+        # due later than that, and nothing complete may be in it: that would be summed over the
+        # ranks again. So no earlier reduction may be in flight, or wait for an all-reduce. And the
+        # sum needs it on the device.
+        config = self._unit.config
+        return (
+            runtime_of(self._unit).ends_iteration
+            and config.all_reduce_grads
+            and config.all_reduce_hook is None
+            and not config.offload
+            and i not in bucket.in_flight
+            and i not in bucket.partial_present
+        )
 
 
 class PartialGradients(TreePart):
@@ -75,8 +101,9 @@ class PartialGradients(TreePart):
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime)
-        for unit in runtime.units:
-            unit.gradients.local_gradient = deferred_in(unit).local_gradient
+        self._sums = [DeferredSums.of(unit) for unit in runtime.units]
+        for unit, sums in zip(runtime.units, self._sums, strict=True):
+            unit.gradients.local_gradient = sums.local_gradient
 
     @override
     @classmethod
@@ -86,30 +113,26 @@ class PartialGradients(TreePart):
 
     @override
     def iteration_ends(self) -> None:
-        sums = [deferred_in(unit).groups for unit in self.runtime.units]
-        if any(sums):
-            _run(sums)
+        """Complete the ``.grad`` of all deferred parameters, and forget them."""
+        # Units come in the order of the tree and parameters in that of their buckets, so all ranks
+        # of a group sum the same tensors in the same order.
+        late: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
+        for of_unit in self._sums:
+            for param, group in of_unit.groups.items():
+                grad = param.sharded.grad
+                if grad is not None:
+                    late.setdefault(group, []).append(getattr(grad, "_local_tensor", grad))
+        for group, grads in late.items():
+            sum_together(group, grads)
+        self._forget()
 
     @override
     def backward_abandoned(self) -> None:
-        for unit in self.runtime.units:
-            deferred_in(unit).groups.clear()
+        self._forget()
 
-
-def _run(sums: Sequence[dict[ShardedParam, dist.ProcessGroup]]) -> None:
-    """Complete the ``.grad`` of all deferred parameters, and forget them."""
-    # Units come in the order of the tree and parameters in that of their buckets, so all ranks of
-    # a group sum the same tensors in the same order.
-    late: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
-    for of_unit in sums:
-        for param, group in of_unit.items():
-            grad = param.sharded.grad
-            if grad is not None:
-                late.setdefault(group, []).append(getattr(grad, "_local_tensor", grad))
-    for group, grads in late.items():
-        sum_together(group, grads)
-    for of_unit in sums:
-        of_unit.clear()
+    def _forget(self) -> None:
+        for of_unit in self._sums:
+            of_unit.groups.clear()
 
 
 def _may_be_late(param: ShardedParam, grad: torch.Tensor) -> bool:

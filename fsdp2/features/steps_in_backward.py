@@ -40,9 +40,7 @@ from ..runtime.runtime import Runtime
 from ..runtime.unit import Unit
 from ..sharding.bucket import Bucket
 from ..sharding.param import ShardedParam
-from .partial_gradients import deferred_in
-
-_trees: WeakSet[Runtime] = WeakSet()
+from .partial_gradients import DeferredSums
 
 
 class EarlySteps(TreePart):
@@ -64,7 +62,6 @@ class EarlySteps(TreePart):
     @classmethod
     def of(cls, runtime: Runtime) -> Self | None:
         """Where an optimizer steps in backward; see `_follow_all`."""
-        _trees.add(runtime)
         return cls(runtime) if steppers() else None
 
     # -- in backward ------------------------------------------------------------------------
@@ -102,7 +99,7 @@ class EarlySteps(TreePart):
         # (Without sync, more is to come: such a backward reduces with `set_accumulate_sharded`.)
         if not (runtime.ends_iteration and unit.config.sync_grads) or runtime.creates_graph:
             return
-        if unit.awaits_backward or deferred_in(unit).groups:
+        if unit.awaits_backward or DeferredSums.of(unit).groups:
             return
         final = [p for p in params if 0 < self._expected.get(p, 0) <= completed[p]]
         if not final:
@@ -189,7 +186,7 @@ class EarlySteps(TreePart):
 def _follow_all() -> None:
     """The first optimizer steps in backward: from now on trees follow their steps."""
     # Not before: who has no such optimizer pays nothing at gathers and reductions.
-    for runtime in list(_trees):
+    for runtime in list(registry.trees):
         if runtime.part(EarlySteps) is None:
             runtime.add(EarlySteps(runtime))
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
+from weakref import WeakSet
 
 from torch import nn
 
@@ -202,10 +203,12 @@ class Registry:
 
     Attributes:
         on: what those that hear of all units hear.
+        trees: the runtimes that these parts follow.
     """
 
-    def __init__(self) -> None:
-        self.tree_parts: list[type[TreePart]] = []
+    def __init__(self, *kinds: type[TreePart]) -> None:
+        self.tree_parts = list(kinds)
+        self.trees: WeakSet[Runtime] = WeakSet()
         self.unit_parts: list[UnitPart] = []
         self.on = UnitEvents(UnitPart, ())
 

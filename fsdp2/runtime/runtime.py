@@ -20,7 +20,7 @@ from torch.autograd import Variable
 
 from ..comm.streams import Event, Streams, streams_for
 from ..common.failures import accumulation_lost, parameters_are_gone
-from .events import TreeEvents, TreePart, registry
+from .events import Registry, TreeEvents, TreePart, registry
 from .forwards import Forwards, Lookahead, modules_being_called
 from .param_group import requires_grad_of
 from .reduction import Reduction, ReductionsInFlight
@@ -56,7 +56,7 @@ class Runtime:
         on: what parts of the library hear of this tree.
     """
 
-    kinds_of_parts: Sequence[type[TreePart]] = registry.tree_parts  # that may follow a tree
+    registry: Registry = registry  # of the parts that may follow a tree
 
     def __init__(self, root: Unit, units: Sequence[Unit], device: torch.device) -> None:
         self.root = root
@@ -92,11 +92,10 @@ class Runtime:
         self._kept_unit: Unit | None = None  # as it was expected to run again at once
         self._borrows = False  # whether what modules hold is lent to them for this forward
         self.lookahead = Lookahead(self.streams)
-        self._parts: list[TreePart] = []
-        self.on = TreeEvents(TreePart, ())
-        for kind in self.kinds_of_parts:
-            if (part := kind.of(self)) is not None:
-                self.add(part)
+        self.registry.trees.add(self)
+        made = (kind.of(self) for kind in self.registry.tree_parts)
+        self._parts = [part for part in made if part is not None]
+        self.on = TreeEvents(TreePart, self._parts)
 
     # -- parts ------------------------------------------------------------------------------
 
@@ -106,7 +105,7 @@ class Runtime:
 
     def add(self, part: TreePart) -> None:
         """Let ``part`` hear of this tree from the next event on, at its place in the registry."""
-        self._parts = sorted([*self._parts, part], key=registry.place_of)
+        self._parts = sorted([*self._parts, part], key=self.registry.place_of)
         self.on = TreeEvents(TreePart, self._parts)
 
     def remove(self, part: TreePart) -> None:
@@ -438,7 +437,7 @@ class Runtime:
         # Even if there turns out to be nothing to reduce: with `reduce_unused` the end of backward
         # reduces each unit that was not, and all ranks must agree on which.
         unit.reduced = True
-        taken = gradients.take(direct_only=direct_only, may_defer=self.ends_iteration)
+        taken = gradients.take(direct_only=direct_only)
         for tell_taken in self.on.gradients_taken:
             tell_taken(unit, taken)
         reductions = gradients.make_reductions(taken, final=final)

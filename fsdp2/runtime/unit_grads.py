@@ -21,8 +21,11 @@ from .reduction import Reduction, reduced_without_graph
 from .unit_config import UnitConfig
 
 _partial_of = attrgetter("partial_present")
-LocalGradient = Callable[[ShardedParam, torch.Tensor, bool], torch.Tensor]
 Taken = list[dict[int, torch.Tensor]]  # for each bucket: index of a parameter -> its gradient
+
+
+def _local_gradient(bucket: Bucket, i: int, grad: torch.Tensor) -> torch.Tensor:
+    return bucket.params[i].local_gradient(grad)
 
 
 class UnitGrads:
@@ -33,9 +36,8 @@ class UnitGrads:
         holds_earlier: whether the last backward left gradients unreduced, so that some rank may
             hold sums in the dtype of the reduction.
         holds_partial_sums: whether the last backward left out the all-reduce over replicas.
-        local_gradient: makes of a parameter's gradient what is reduced over data-parallel ranks.
-            The last argument is whether ``.grad`` may be incomplete until the end of this backward,
-            and no earlier reduction writes it. A part may put its own here.
+        local_gradient: makes of the gradient of a bucket's parameter, given by its index, what is
+            reduced over data-parallel ranks. A part may put its own here.
     """
 
     reduction_type: type[Reduction] = Reduction  # `fsdp2.planning` has one that sums nothing
@@ -43,8 +45,7 @@ class UnitGrads:
     def __init__(self, param_group: ParamGroup, config: UnitConfig) -> None:
         self._param_group = param_group
         self._config = config
-        self._offloads = config.offload
-        self.local_gradient: LocalGradient = lambda param, grad, _: param.local_gradient(grad)
+        self.local_gradient: Callable[[Bucket, int, torch.Tensor], torch.Tensor] = _local_gradient
         self._trained: set[ShardedParam] = set()  # see `note_trained`
         self.sums = False
         self.holds_earlier = False
@@ -97,24 +98,12 @@ class UnitGrads:
 
     # -- taking and keeping -----------------------------------------------------------------
 
-    def take(self, *, direct_only: bool = False, may_defer: bool = False) -> Taken:
+    def take(self, *, direct_only: bool = False) -> Taken:
         """Remove the gradients from the unsharded parameters.
 
         Args:
             direct_only: only of parameters that are not packed.
-            may_defer: whether this is the last backward before users look at ``.grad``.
         """
-        config = self._config
-        # A gradient whose sum over tensor-parallel ranks is deferred is incomplete until backward
-        # ends. No hook may see it, no all-reduce may be due later than that, and nothing complete
-        # may be in it: that would be summed over the ranks again. And the sum needs it on the
-        # device.
-        may_defer = (
-            may_defer
-            and config.all_reduce_grads
-            and config.all_reduce_hook is None
-            and not self._offloads
-        )
         taken = []
         for bucket in self._param_group.buckets:
             grads: dict[int, torch.Tensor] = {}
@@ -132,9 +121,7 @@ class UnitGrads:
                         or bucket.sums_plain
                         or not grad.is_contiguous()
                     ):
-                        param = bucket.params[i]
-                        may_wait = may_defer and not bucket.is_reducing(i)
-                        grad = self.local_gradient(param, grad, may_wait)
+                        grad = self.local_gradient(bucket, i, grad)
                     grads[i] = grad
             taken.append(grads)
         return taken

@@ -490,10 +490,6 @@ class Bucket:
             self.widens = self.gather_dtype.itemsize < wide.itemsize
             self.grads = None  # it has the former dtype; gradients that are attached keep it alive
 
-    def is_reducing(self, i: int) -> bool:
-        """Whether an earlier reduction of a parameter is in flight, or waits for an all-reduce."""
-        return i in self.in_flight or i in self.partial_present
-
     def partial_parts(self) -> Iterator[tuple[ShardedParam, torch.Tensor]]:
         """The sums that wait for an all-reduce: this rank's rows of each parameter, 1-D."""
         if self.partial is not None:

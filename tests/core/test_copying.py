@@ -494,7 +494,7 @@ def test_what_a_copied_unit_keeps_and_what_is_made_anew() -> None:
     assert vars(unit).keys() == kept | mapped | anew
     assert vars(unit.param_group).keys() == planned | given
     gradients = {
-        "local_gradient", "_param_group", "_config", "_offloads", "_trained",
+        "local_gradient", "_param_group", "_config", "_trained",
         "sums", "holds_earlier", "holds_partial_sums",
     }  # fmt: skip
     assert vars(unit.gradients).keys() == gradients

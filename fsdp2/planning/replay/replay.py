@@ -23,6 +23,7 @@ from ...policy import (
     CPUOffloadPolicy,
     OffloadBeyond,
 )
+from ...runtime.events import Registry
 from ...runtime.runtime import Runtime
 from ...runtime.unit import Forward
 from ...runtime.unit_config import UnitConfig
@@ -283,7 +284,7 @@ def _set_prefetch(
 class _ReplayRuntime(Runtime):
     """The runtime, driven without autograd."""
 
-    kinds_of_parts = (CountedEarlyFree, Finalization, GatherBudget)
+    registry = Registry(CountedEarlyFree, Finalization, GatherBudget)
 
     @override
     def begin_backward(self) -> None:

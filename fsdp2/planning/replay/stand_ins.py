@@ -537,10 +537,6 @@ class CountedUnitGrads(UnitGrads):
 
     reduction_type = CountedReduction
 
-    def __init__(self, param_group: ParamGroup, config: UnitConfig) -> None:
-        super().__init__(param_group, config)
-        self.local_gradient = lambda param, grad, may_wait: grad
-
 
 class CountedUnit(Unit):
     """A unit of a model that is not sharded.

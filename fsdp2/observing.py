@@ -1,0 +1,25 @@
+"""Parts that hear of trees for a while: `watch_ranks`, profiles, the account of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .runtime.events import TreePart, registry
+
+
+@contextmanager
+def observing(kind: type[TreePart]) -> Iterator[None]:
+    """Context in which ``kind`` hears of trees, after all other parts: of those that have a runtime
+    already, and of those that get one inside."""
+    registry.tree_parts.append(kind)
+    try:
+        for runtime in list(registry.trees):
+            if (part := kind.of(runtime)) is not None:
+                runtime.add(part)
+        yield
+    finally:
+        registry.tree_parts.remove(kind)
+        for runtime in list(registry.trees):
+            if (part := runtime.part(kind)) is not None:
+                runtime.remove(part)
