@@ -9,12 +9,15 @@ from .features import (
     functional_call,
     gather_budget,
     middle,
+    parameter_hooks,
     partial_gradients,
+    spmd_types,
     steps_in_backward,
 )
 from .features.early_free import early_free
 from .features.side_by_side import units as side_by_side
-from .guards import gathered_writes, optimizer_checks, requested_gradients, unwritten
+from .features.tensor_subclasses import extension
+from .guards import gathered_writes, lost_writes, optimizer_checks, requested_gradients, unwritten
 from .guards.rank_agreement import first_forward, initial_values
 from .runtime.events import registry
 from .transports import custom
@@ -25,8 +28,9 @@ from .transports.host import exchange
 PARTS = (
     *(custom, compressed, exchange),
     *(early_free, finalization, gather_budget, frozen_cache, functional_call),
+    *(parameter_hooks, spmd_types, extension),
     *(partial_gradients, middle, side_by_side, steps_in_backward),
     *(first_forward, initial_values, gathered_writes, optimizer_checks, requested_gradients),
-    unwritten,
+    *(lost_writes, unwritten),
 )
 registry.arrange([module.__name__ for module in PARTS])

@@ -151,6 +151,8 @@ def _copy_param(param: ShardedParam, memo: dict[int, Any]) -> ShardedParam:
     """Copy a parameter's description; `attach` creates its Parameter."""
     new = copy.copy(param)
     new.note_grad_dtype(param.sharded)
+    # Without its hooks, as copies of plain parameters.
+    new.sharded = nn.Parameter(param.sharded.detach(), requires_grad=param.sharded.requires_grad)
     new.is_sharded = False
     new.unsharded = new.secondary = None
     new.dtype = param.local.dtype

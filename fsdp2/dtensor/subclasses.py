@@ -1,4 +1,8 @@
-"""Shards that are tensor subclasses: their inner tensors (``__tensor_flatten__``) and their rows.
+"""Tensor subclasses: the tensors that they consist of, and which of these follow their rows.
+
+A wrapper subclass has no memory of its own. Its inner tensors (``_data``, ``int_data``, ``scale``)
+are attributes, in the same ``__dict__`` as what users attach to a parameter. So the two must be
+told apart before anything is carried from one form of a parameter to another.
 
 An inner tensor may have a row for each row of the shard (codes), one for a block of rows (scales),
 or be the same for all of them (a table). Only the class knows which.
@@ -21,7 +25,7 @@ from .parts import local_part
 def is_subclass(tensor: Tensor) -> bool:
     """Whether this rank's part consists of inner tensors."""
     local = local_part(tensor)
-    return is_traceable_wrapper_subclass(local) and not isinstance(local, DTensor)
+    return is_wrapper(local)
 
 
 def inner_of(local: Tensor) -> dict[str, Tensor]:
@@ -88,3 +92,85 @@ def fewer_rows(local: Tensor) -> Tensor | None:
                     if type(made) is type(local) and made.shape[0] == num:
                         return made
     return None
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether ``tensor`` consists of inner tensors, which ``__tensor_flatten__`` names."""
+    return is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor)
+
+
+def dispatches(tensor: Tensor) -> bool:
+    """Whether the class of ``tensor`` runs operators itself: it may be a wrapper of any kind."""
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def user_attributes(original: Tensor) -> dict[str, Any]:
+    """What a user attached to a parameter (``param.sequence_parallel = True``), by name."""
+    attached = dict(vars(original))
+    # An attribute that ``detach`` gives the new object too was put there by its class: an inner
+    # tensor, or how to read it. Carried to another form of the parameter it would be stale: that
+    # form would go on showing these weights.
+    if dispatches(original) and not isinstance(original, DTensor):
+        with torch.no_grad():
+            made_by_class = vars(original.detach())
+        attached = {name: v for name, v in attached.items() if name not in made_by_class}
+        attached.pop("_is_param", None)  # set by `nn.Parameter`, on subclasses only
+    return attached
+
+
+def attach_attributes(tensor: Tensor, attributes: dict[str, Any]) -> None:
+    """Give ``tensor`` a user's ``attributes``, except where its class has one of that name."""
+    own = vars(tensor)
+    for name, value in attributes.items():
+        if name not in own:
+            own[name] = value
+
+
+def inner_tensors(tensor: Tensor) -> list[Tensor]:
+    """The tensors with memory of which ``tensor`` consists; itself unless it is a wrapper."""
+    return list(_leaves(tensor))
+
+
+def _leaves(tensor: Tensor) -> Iterator[Tensor]:
+    if isinstance(tensor, DTensor):
+        yield from _leaves(tensor._local_tensor)
+        return
+    inner = tensor_attributes(tensor) if dispatches(tensor) else {}
+    if not inner:
+        yield tensor
+    for value in inner.values():
+        yield from _leaves(value)
+
+
+def tensor_attributes(tensor: Tensor) -> dict[str, Tensor]:
+    """Attributes that are tensors, and those that ``__tensor_flatten__`` names."""
+    # Each alone misses some: ``__slots__`` are not in ``vars``, and classes without the protocol,
+    # or with a cache beside what it names, have their tensors in ``vars`` only.
+    named = tensor.__tensor_flatten__()[0] if is_wrapper(tensor) else ()  # type: ignore[attr-defined]
+    found = {name: getattr(tensor, name) for name in named}
+    found.update((n, v) for n, v in vars(tensor).items() if isinstance(v, Tensor))
+    return found
+
+
+def plain_gradient(grad: Tensor, name: str, *, check: bool) -> Tensor:
+    """The values of a gradient that is a wrapper subclass, which reductions can send.
+
+    Args:
+        name: of the parameter.
+        check: whether to make sure that it is one gradient; the host waits for the device.
+
+    Raises:
+        NotImplementedError: if it consists of several tensors of its shape that differ.
+    """
+    if check:
+        alike = [t for t in inner_tensors(grad) if t.shape == grad.shape and t.dtype == grad.dtype]
+        if any(not torch.equal(alike[0], other) for other in alike[1:]):
+            raise NotImplementedError(
+                f"The gradient of parameter '{name}' is a {type(grad).__name__} of {len(alike)} "
+                "different tensors. One gradient is reduced per parameter, so the others would be "
+                "lost: let the operators of the class give a plain gradient, or register the inner "
+                "tensors as parameters of their own"
+            )
+    plain = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
+    plain.copy_(grad)
+    return plain

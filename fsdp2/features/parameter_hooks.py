@@ -15,29 +15,21 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-
-class Named(Protocol):
-    """What messages need of a `ShardedParam`, whose file imports this one."""
-
-    fqn: str
+from ..runtime.reduction import result_hooks
+from ..sharding.param import ShardedParam, carriers
 
 
 class TensorHooks(OrderedDict):
-    """Where ``register_hook`` of one sharded parameter puts hooks.
+    """Where ``register_hook`` of one sharded parameter puts hooks."""
 
-    Attributes:
-        registered: whether any sharded parameter of this process has ever had one.
-    """
-
-    registered: ClassVar[bool] = False
-
-    def __init__(self, param: Named) -> None:
+    def __init__(self, param: ShardedParam) -> None:
         super().__init__()
         # Weak: the garbage collector does not see what a tensor's hooks hold, so a cycle through
         # them (parameter, its hooks, parameter) would keep the shards of a deleted model for ever.
@@ -55,41 +47,40 @@ class TensorHooks(OrderedDict):
                 "sharded parameters. Use register_post_accumulate_grad_hook on each of them, or "
                 "set_all_reduce_hook on the module"
             )
-        TensorHooks.registered = True
+        _call_from_now_on()
         super().__setitem__(key, hook)
 
 
-class UserHooks:
-    """The hooks that were registered on a parameter before it was sharded."""
-
-    def __init__(self, original: torch.Tensor) -> None:
-        # The dictionaries themselves: the handles that users got refer to them, and must still
-        # work.
-        with torch._C.DisableTorchFunctionSubclass():
-            self._on_tensor = original._backward_hooks
-            self._after_accumulation = original._post_accumulate_grad_hooks
-
-    def carry_to(self, sharded: torch.Tensor, param: Named) -> None:
-        """Make them hooks of ``sharded``, the sharded form of ``param``."""
-        if self._on_tensor:
-            TensorHooks.registered = True
-            sharded._backward_hooks = self._on_tensor
-        elif not sharded._backward_hooks:
-            sharded._backward_hooks = TensorHooks(param)
-        if self._after_accumulation:
-            sharded._post_accumulate_grad_hooks = self._after_accumulation
+def carry_hooks(given: nn.Parameter, sharded: nn.Parameter, param: ShardedParam) -> None:
+    """Make the hooks of ``given`` those of ``sharded``, the sharded form of ``param``."""
+    # The dictionaries themselves: the handles that users got refer to them, and must still work.
+    with torch._C.DisableTorchFunctionSubclass():
+        on_tensor, after = given._backward_hooks, given._post_accumulate_grad_hooks
+    if on_tensor:
+        _call_from_now_on()
+        sharded._backward_hooks = on_tensor
+    elif not sharded._backward_hooks:
+        sharded._backward_hooks = TensorHooks(param)
+    if after:
+        sharded._post_accumulate_grad_hooks = after
 
 
-def call_tensor_hooks(sharded: torch.Tensor, grad: torch.Tensor, name: str) -> torch.Tensor:
-    """``grad``, reduced, or what the tensor hooks of ``sharded`` made of it.
+def _call_from_now_on() -> None:
+    """Some sharded parameter of this process has a tensor hook: until then none is looked for."""
+    if call_tensor_hooks not in result_hooks:
+        result_hooks.append(call_tensor_hooks)
+
+
+def call_tensor_hooks(param: ShardedParam, grad: torch.Tensor) -> torch.Tensor:
+    """``grad``, reduced, or what the tensor hooks of the sharded parameter made of it.
 
     Args:
-        grad: laid out like ``sharded``.
-        name: of the parameter.
+        grad: laid out like the sharded parameter.
 
     Raises:
         TypeError: if a hook returns something else than a DTensor of that shape, or None.
     """
+    sharded = param.sharded
     # A copy of the hooks, since one may remove itself while it runs.
     for hook in tuple((sharded._backward_hooks or {}).values()):
         result = hook(grad)
@@ -98,9 +89,10 @@ def call_tensor_hooks(sharded: torch.Tensor, grad: torch.Tensor, name: str) -> t
         if not isinstance(result, DTensor) or result.shape != grad.shape:
             shape = tuple(result.shape) if isinstance(result, torch.Tensor) else ""
             raise TypeError(
-                f"A hook on parameter '{name}' (register_hook) returned a {type(result).__name__} "
-                f"{shape}: it is given the reduced gradient, a DTensor of shape "
-                f"{tuple(grad.shape)} sharded like the parameter, and must return one or None. "
+                f"A hook on parameter '{param.fqn}' (register_hook) returned a "
+                f"{type(result).__name__} {shape}: it is given the reduced gradient, a DTensor of "
+                f"shape {tuple(grad.shape)} sharded like the parameter, and must return one or "
+                "None. "
                 "distribute_tensor(whole, grad.device_mesh, grad.placements) makes one"
             )
         assert isinstance(grad, DTensor)
@@ -109,3 +101,6 @@ def call_tensor_hooks(sharded: torch.Tensor, grad: torch.Tensor, name: str) -> t
         grad = result.detach()
         grad = grad.redistribute(placements=sharded.placements)  # type: ignore[attr-defined]
     return grad
+
+
+carriers.append(carry_hooks)

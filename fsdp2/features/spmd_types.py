@@ -17,46 +17,16 @@ Source: https://github.com/meta-pytorch/spmd_types/blob/main/docs/local_spmd_typ
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Partial, Placement
 
+from ..dtensor.boxes import strides
+from ..dtensor.from_local import local_of
 from ..sharding.mesh import DataParallelMesh
-
-
-@dataclass(frozen=True)
-class Annotations:
-    """The annotations of one parameter, as placements on the mesh given to `fully_shard`.
-
-    Attributes:
-        placements, grad_placements: layout of the parameter and of its gradient, one placement per
-            dim of the full mesh; None and () if all dims of the mesh are data parallel.
-        is_summed: whether gradients must be summed over ranks that are not data parallel.
-        attributes: attributes, by name, that the type checker reads from the unsharded tensor.
-    """
-
-    placements: tuple[Placement, ...] | None
-    grad_placements: tuple[Placement, ...]
-    is_summed: bool
-    attributes: dict[str, Any]
-
-    def shape(self, local: torch.Size, sizes: tuple[int, ...]) -> torch.Size:
-        """The shape of the whole parameter, of which each rank has ``local``.
-
-        Args:
-            sizes: number of ranks of each mesh dim.
-        """
-        # Annotations give no sizes, and asking other ranks would be a collective while sharding. So
-        # slices count as equal, which is what the plain tensor parallelism that annotates makes.
-        whole = list(local)
-        for size, placement in zip(sizes, self.placements or (), strict=False):
-            if isinstance(placement, Shard):
-                whole[placement.dim] *= size
-        return torch.Size(whole)
-
+from ..sharding.param import Annotations, TensorSpec, annotation_readers
 
 # The attributes under which `spmd_types` keeps annotations. By name, since `ShardedParam` takes
 # them off what it carries to the sharded form: of that DTensor they would not be true.
@@ -103,7 +73,7 @@ def read_annotations(param: torch.Tensor, mesh: DataParallelMesh, name: str) -> 
             )
     attributes = {_TYPES: axes.completed(own, types), _SPEC: spec}
     if mesh.full_mesh is None:
-        return Annotations(None, (), False, attributes)
+        return Annotations(None, (), is_summed=False, attributes=attributes)
     both: list[tuple[Placement, Placement]] = []
     for dim, axis in enumerate(axes.of_dims):
         if dim in mesh.full_mesh_dims:
@@ -121,7 +91,22 @@ def read_annotations(param: torch.Tensor, mesh: DataParallelMesh, name: str) -> 
             )
     is_summed = any(placement.is_partial() for _, placement in others.values())
     placements, grad_placements = zip(*both, strict=True)
-    return Annotations(placements, grad_placements, is_summed, attributes)
+    shape = _whole_shape(local_of(param).shape, placements, mesh.full_mesh.shape)
+    spec = TensorSpec(mesh.full_mesh, placements, shape, strides(shape), mesh.full_mesh_dims)
+    return Annotations(spec, grad_placements, is_summed, attributes)
+
+
+def _whole_shape(
+    local: torch.Size, placements: tuple[Placement, ...], sizes: tuple[int, ...]
+) -> torch.Size:
+    """The shape of the parameter of which each rank has ``local``, on a mesh of ``sizes``."""
+    # Annotations give no sizes, and asking other ranks would be a collective while sharding. So
+    # slices count as equal, which is what the plain tensor parallelism that annotates makes.
+    whole = list(local)
+    for size, placement in zip(sizes, placements, strict=True):
+        if isinstance(placement, Shard):
+            whole[placement.dim] *= size
+    return torch.Size(whole)
 
 
 class _MeshAxes:
@@ -169,3 +154,6 @@ def _placements(spmd: Any, its_type: Any, name: str) -> tuple[Placement, Placeme
         f"Parameter '{name}': Cannot convert plain {'Varying' if its_type is spmd.V else its_type} "
         "to a DTensor placement. Use S(dim) to specify which tensor dimension is sharded"
     )
+
+
+annotation_readers.append(read_annotations)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..runtime.registration import write_guards
 from ..sharding.param import ShardedParam
 
 address_of = torch._C._storage_address  # type: ignore[attr-defined]
@@ -30,6 +31,7 @@ class LostWrites:
         # They have no memory. Held, since a second write could get the address of a freed one.
         self._storages: list[torch.UntypedStorage] = []
         self._addresses: list[int] = []
+        self._by_id: dict[int, int] | None = None  # of the parameter: its address
 
     def follow(self, params: Sequence[ShardedParam]) -> None:
         """Look at ``params`` from now on."""
@@ -52,14 +54,18 @@ class LostWrites:
             storages.append(storage)
         self._note(storages)
 
-    def addresses(self) -> dict[int, int]:
-        """Where the storage of each wrapper has to be, by the wrapper's id."""
-        return dict(zip(map(id, self._sharded), self._addresses, strict=True))
+    def is_intact(self, sharded: torch.Tensor) -> bool:
+        """Whether the storage of this wrapper is where it has to be."""
+        if self._by_id is None:  # most units are planned many times before a state dict asks
+            self._by_id = dict(zip(map(id, self._sharded), self._addresses, strict=True))
+        address = self._by_id.get(id(sharded))
+        return address is None or address_of(sharded) == address
 
     def _note(self, storages: list[torch.UntypedStorage]) -> None:
         self._locals = [param.local for param in self._params]
         self._storages = storages
         self._addresses = [storage._cdata for storage in storages]
+        self._by_id = None
 
     def check(self, unit_name: str) -> None:
         """To be called before the shards are read.
@@ -90,3 +96,6 @@ class LostWrites:
                 f"model.load_state_dict({{'{lost[0].fqn}': whole}}, strict=False) takes whole "
                 "tensors, `param.copy_(dtensor)` under torch.no_grad() a DTensor of the same shape"
             )
+
+
+write_guards.append(LostWrites)

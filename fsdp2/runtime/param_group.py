@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 from ..comm.mesh_transports import CommOptions, MeshTransports, make_groups
 from ..comm.transports import give_back_tags, take_tags
 from ..dtensor.from_local import local_of
-from ..features.tensor_subclasses.extension import MAX_TENSORS, ExtensionBucket
-from ..features.tensor_subclasses.tensor_subclass import inner_tensors
+from ..dtensor.subclasses import inner_tensors
 from ..policy import MixedPrecisionPolicy, OffloadBeyond, hops_of, param_dtype_of, sum_dtype
 from ..sharding.bucket import Bucket, SecondaryShards
 from ..sharding.layout import Slot
@@ -34,6 +33,9 @@ from .unit_config import UnitConfig
 # which), and are trained or not; an extension is alone in its own.
 _Grad = tuple[bool, torch.dtype | None]
 _Kind = tuple[DataParallelMesh, torch.dtype, torch.dtype, bool, _Grad, ShardedParam | None]
+
+# Classes of buckets that an extension has to itself; the last one is used.
+own_buckets: list[type[Bucket]] = []
 
 requires_grad_of = attrgetter("requires_grad")
 _version = attrgetter("_version")
@@ -276,7 +278,7 @@ class ParamGroup:
             groups.setdefault(key, []).append(param)
         partial = {p: part for bucket in self.buckets for p, part in bucket.partial_parts()}
         self.buckets = [
-            (ExtensionBucket if alone else self.bucket_type)(
+            (_own_bucket(alone) if alone else self.bucket_type)(
                 params,
                 mesh,
                 mp_policy=_policy_for(params[0], policy),
@@ -501,7 +503,8 @@ class ParamGroup:
             # Every bucket has two tags per tensor (gather, reduce) and two for its pack. As many
             # buckets as parameters are provided for: a replan makes more of them after a freeze,
             # and new tags would have to be taken by all ranks together.
-            count = 2 + 2 * sum(MAX_TENSORS if param.extension else 1 for param in self.params)
+            kinds = (_own_bucket(p) if p.extension else Bucket for p in self.params)
+            count = 2 + 2 * sum(kind.max_messages for kind in kinds)
             first = take_tags(self._groups(), count * max(1, len(self.params)), self)
             self._reserved_tags = (first, count)
         first, count = self._reserved_tags
@@ -620,6 +623,16 @@ class ParamGroup:
         the DTensors, which all ranks call. Writes through ``.data`` do not count."""
         # Counters only grow, so their sum changes if any of them does: one comparison per unit.
         return sum(map(_version, self._versioned)), sum(map(_version, self._sharded))
+
+
+def _own_bucket(param: ShardedParam) -> type[Bucket]:
+    if not own_buckets:
+        raise ValueError(
+            f"Parameter '{param.fqn}' is a tensor subclass: only its class knows how it is "
+            "gathered, and the part of fsdp2 that asks it is not registered (see fsdp2/parts.py). "
+            "Pass the parameter in ignored_params"
+        )
+    return own_buckets[-1]
 
 
 def _own_grad_dtype(param: ShardedParam) -> torch.dtype:

@@ -41,7 +41,6 @@ from ..comm.transports import Finish, done
 from ..common.failures import reraise
 from ..dtensor.from_local import local_of
 from ..dtensor.memory import with_own_storage
-from ..features.parameter_hooks import TensorHooks, call_tensor_hooks
 from ..sharding.bucket import Bucket, GradientStore
 from ..sharding.param import ShardedParam
 from ..sharding.plans import ReducePlan
@@ -54,6 +53,11 @@ _nbytes_of, _replicate_of = attrgetter("nbytes"), attrgetter("replicate")
 # A parameter, its gradient, and how often that was written once something was added to it. Users
 # may drop the gradient before the iteration ends: its memory is to go then.
 Added = tuple[ShardedParam, weakref.ref[torch.Tensor], int]
+
+
+# What is called with the reduced gradient of a parameter that has hooks, a DTensor, before that is
+# added to ``.grad``, and returns what takes its place; the last one is used.
+result_hooks: list[Callable[[ShardedParam, torch.Tensor], torch.Tensor]] = []
 
 
 class Cuts(Protocol):
@@ -246,8 +250,8 @@ class Reduction:
                 with torch.cpu.stream(self.hook_stream):
                     for part in self._ranges():
                         self.hook(part)
-            if TensorHooks.registered:
-                self._call_tensor_hooks()
+            if result_hooks:
+                self._call_result_hooks()
             self._write_back()
 
     # -- steps ------------------------------------------------------------------------------
@@ -339,9 +343,9 @@ class Reduction:
             # Blocking, as it runs on compute's stream: neither the event of `launch` nor the wait
             # of the host at the end of backward covers that.
             grad = grad.to(self.bucket.shard_device, self.bucket.grad_dtype)
-            if TensorHooks.registered and param.sharded._backward_hooks:
+            if result_hooks and param.sharded._backward_hooks:
                 seen = param.sharded_spec.wrap(grad)
-                made = call_tensor_hooks(param.sharded, seen, param.fqn)
+                made = result_hooks[-1](param, seen)
                 grad = grad if made is seen else local_of(made).clone().contiguous()
             if grad.storage_offset():  # autograd may make several gradients in one storage
                 grad = with_own_storage(grad)
@@ -395,7 +399,7 @@ class Reduction:
         for part in self._ranges():
             part.mul_(by)
 
-    def _call_tensor_hooks(self) -> None:
+    def _call_result_hooks(self) -> None:
         """Call users' hooks, which may change what is about to be added to ``.grad``."""
         bucket = self.bucket
         for i in self.plan.present:
@@ -408,7 +412,7 @@ class Reduction:
                 start, shape = slot.shard_offset, slot.local_shape(bucket.rank)
                 result = self.flat[start : start + slot.local_numel(bucket.rank)].view(shape)
                 seen = param.sharded_spec.wrap(result.to(bucket.shard_device, bucket.grad_dtype))
-            made = local_of(call_tensor_hooks(param.sharded, seen, param.fqn))
+            made = local_of(result_hooks[-1](param, seen))
             if made is not result:
                 result.copy_(made)
 

@@ -19,7 +19,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..common.classes import original_class
-from ..guards.lost_writes import LostWrites, address_of
 from ..sharding.param import ShardedParam
 
 _AFTER_SHARDING = (
@@ -82,6 +81,22 @@ class Lender(Protocol):
 lenders: list[Lender] = []  # the last one is asked
 
 
+class WriteGuard(Protocol):
+    """Finds writes to the sharded parameters of one unit that do not reach its shards."""
+
+    def follow(self, params: Sequence[ShardedParam]) -> None:
+        """Look at ``params`` from now on."""
+
+    def check(self, unit_name: str) -> None:
+        """Raises RuntimeError if there was one, once per write."""
+
+    def is_intact(self, sharded: torch.Tensor) -> bool:
+        """Whether there was none to this parameter."""
+
+
+write_guards: list[Callable[[], WriteGuard]] = []  # each unit has one of each
+
+
 def is_lending() -> bool:
     """Whether modules hold tensors that are lent to them for this forward."""
     return len(lenders) > 0 and lenders[-1].is_lending()
@@ -117,9 +132,9 @@ class Registration:
         self._slow: dict[str, list[Callable[[], None]]] = {}
         self._guarded: list[dict[int, Any]] = []
         self._guards_are_on = False
-        self._lost_writes = LostWrites()
+        self._write_guards = [make() for make in write_guards]
         self.lent: list[Given] = []  # see `note_lent`
-        self._by_module: dict[int, list[tuple[str, nn.Parameter, int | None]]] | None = None
+        self._by_module: dict[int, list[tuple[str, nn.Parameter]]] | None = None
         # For units of several modules: see `check`.
         self._of_module: dict[nn.Module, _Columns] = {}  # of unsharded ones
         self.check_is_due = False
@@ -129,7 +144,8 @@ class Registration:
         self._params = params
         self._by_module = None
         self._of_module.clear()
-        self._lost_writes.follow(params)
+        for guard in self._write_guards:
+            guard.follow(params)
         owners = [(module, name, param) for param in params for module, name in param.owners]
         for kind in ("sharded", "unsharded", "secondary"):
             fast = self._fast[kind] = []
@@ -207,7 +223,8 @@ class Registration:
             if all(map(is_, map(dict.get, dicts, names), values)):
                 return
         self.check_is_due = False
-        self._lost_writes.check(self.unit_name)
+        for guard in self._write_guards:
+            guard.check(self.unit_name)
         # Left by a forward that raised: no hook runs after one, and functional_call has put its
         # own parameters back itself.
         if self.overrides:
@@ -255,8 +272,8 @@ class Registration:
         Raises:
             RuntimeError: if one was.
         """
-        self._by_module = None  # putting wrappers right changes their addresses
-        self._lost_writes.check(self.unit_name)
+        for guard in self._write_guards:
+            guard.check(self.unit_name)
 
     def shows_sharded(self, module: nn.Module) -> bool:
         """Whether ``module`` holds the sharded parameters it was given, and no write was lost.
@@ -267,16 +284,12 @@ class Registration:
             return False
         if self._by_module is None:  # most units are planned many times before a state dict
             self._by_module = {}
-            addresses = self._lost_writes.addresses()
             for param in self._params:
-                address = addresses.get(id(param.sharded))
                 for owner, name in param.owners:
-                    given = (name, param.sharded, address)
-                    self._by_module.setdefault(id(owner), []).append(given)
-        held = module._parameters
-        return all(
-            held.get(name) is value and (address is None or address_of(value) == address)
-            for name, value, address in self._by_module.get(id(module), ())
+                    self._by_module.setdefault(id(owner), []).append((name, param.sharded))
+        own, held = self._by_module.get(id(module), ()), module._parameters
+        return all(held.get(name) is value for name, value in own) and all(
+            guard.is_intact(value) for guard in self._write_guards for _, value in own
         )
 
     def _check_param(self, param: ShardedParam, shown: nn.Parameter) -> None:

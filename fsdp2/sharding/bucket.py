@@ -232,6 +232,8 @@ class Bucket:
         cache_valid: whether it is, so that a gather of the unit need not gather it.
     """
 
+    max_messages = 1  # of a gather, for each parameter: each needs a tag of its own
+
     def __init__(
         self,
         params: Sequence[ShardedParam],
@@ -281,7 +283,7 @@ class Bucket:
         self.unsharded: list[tuple[int, torch.Tensor]] = []
         self.unsharded_direct: list[tuple[int, torch.Tensor]] = []
         self.grads: GradientStore | None = None
-        self.is_made = True  # whether there are unsharded parameters; see `ExtensionBucket`
+        self.is_made = True  # else the first gather makes the unsharded parameters
         self.in_flight: set[int] = set()  # slots that reductions in flight write
         # HSDP without all-reduce: sums over shards that wait for a later all-reduce, of which
         # slots.

@@ -14,6 +14,7 @@ that own it:
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, cast
@@ -30,18 +31,14 @@ from ..dtensor.block_shard import block_shard
 from ..dtensor.boxes import entries_per_part, strides
 from ..dtensor.from_local import dtensor_over
 from ..dtensor.placement import boxes_of
-from ..features.parameter_hooks import UserHooks
-from ..features.spmd_types import Annotations, read_annotations
-from ..features.tensor_subclasses.tensor_subclass import (
-    attach_attributes,
-    is_wrapper,
-    plain_gradient,
-    user_attributes,
-)
+from ..dtensor.subclasses import attach_attributes, is_wrapper, plain_gradient, user_attributes
 from ..policy import compute_dtype
 from .layout import Slot
 from .mesh import DataParallelMesh, concatenate
 
+# What else of a parameter than its data and its attributes goes to the one that becomes its sharded
+# form: each is called with both.
+carriers: list[Callable[[nn.Parameter, nn.Parameter, ShardedParam], None]] = []
 # By id, since tensors compare elementwise; an id that was given out again is found out by identity.
 _managed: WeakValueDictionary[int, ShardedParam] = WeakValueDictionary()
 
@@ -119,6 +116,27 @@ class TensorSpec:
             return made
 
 
+@dataclass(frozen=True)
+class Annotations:
+    """What was said of a parameter that is a plain tensor, this rank's part of the whole one.
+
+    Attributes:
+        spec: how the whole one is laid out; None if all dims of the mesh are data parallel.
+        grad_placements: of its gradient.
+        is_summed: whether gradients must be summed over ranks that are not data parallel.
+        attributes: of the unsharded tensor only, by name.
+    """
+
+    spec: TensorSpec | None
+    grad_placements: tuple[Placement, ...]
+    is_summed: bool
+    attributes: dict[str, Any]
+
+
+# Each is asked about a parameter, its mesh and its name, when it is sharded.
+annotation_readers: list[Callable[[torch.Tensor, DataParallelMesh, str], Annotations | None]] = []
+
+
 class ShardedParam:
     """A parameter managed by a unit."""
 
@@ -157,9 +175,10 @@ class ShardedParam:
                 mesh.full_mesh_dims if on_full_mesh else (),
             )
             whole = whole.to_local()
-        self.annotations = read_annotations(original, mesh, self.fqn)
-        if self.annotations is not None and self.annotations.placements is not None:
-            self.tensor_parallel = _annotated_spec(whole, self.annotations, mesh)
+        found = (read(original, mesh, self.fqn) for read in annotation_readers)
+        self.annotations = next(filter(None, found), None)
+        if self.annotations is not None and self.annotations.spec is not None:
+            self.tensor_parallel = self.annotations.spec
         # A wrapper without the methods counts too: libraries patch them onto its class later, and
         # they are needed at the first gather only.
         self.extension = is_extension(whole, self.fqn) or is_wrapper(whole)
@@ -186,7 +205,6 @@ class ShardedParam:
         self.attributes = user_attributes(original)
         for name in self.annotations.attributes if self.annotations is not None else ():
             self.attributes.pop(name, None)  # true of the unsharded tensor only
-        self.user_hooks: UserHooks | None = UserHooks(original)  # until it is sharded
         # The check compares values, for which the host waits for the device: in the first step
         # only.
         self.checks_gradient = True
@@ -271,12 +289,12 @@ class ShardedParam:
             cast(DTensor, self.sharded)._local_tensor = local
             return
         self.is_sharded = True
-        requires_grad = self.sharded.requires_grad
-        sharded = nn.Parameter(self.sharded_spec.wrap(local), requires_grad=requires_grad)
+        given = self.sharded
+        sharded = nn.Parameter(self.sharded_spec.wrap(local), requires_grad=given.requires_grad)
         self.sharded = self.set_grad_dtype(sharded)
         attach_attributes(self.sharded, self.attributes)
-        (self.user_hooks or UserHooks(sharded)).carry_to(sharded, self)
-        self.user_hooks = None  # carried; a deep copy has none, as of plain parameters
+        for carry in carriers:
+            carry(given, sharded, self)
         self._manage(sharded)
 
     def replace_sharded(
@@ -314,7 +332,8 @@ class ShardedParam:
             self.sharded = new
         else:
             self.sharded = nn.Parameter(data, requires_grad=new.requires_grad)
-        UserHooks(new).carry_to(self.sharded, self)
+        for carry in carriers:
+            carry(new, self.sharded, self)
         self._manage(self.sharded)
         self.note_grad_dtype(new)
         self.set_grad_dtype(self.sharded)
@@ -480,17 +499,6 @@ def own_rows(whole: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
         return whole
     start, stop = slot.span(rank)
     return whole.narrow(slot.dim, start, stop - start)
-
-
-def _annotated_spec(
-    local: torch.Tensor, annotations: Annotations, mesh: DataParallelMesh
-) -> TensorSpec:
-    """The layout over the whole mesh of the tensor of which this rank has ``local``."""
-    assert mesh.full_mesh is not None
-    assert annotations.placements is not None
-    shape = annotations.shape(local.shape, mesh.full_mesh.shape)
-    stride = strides(shape)
-    return TensorSpec(mesh.full_mesh, annotations.placements, shape, stride, mesh.full_mesh_dims)
 
 
 def _sharded_spec(

@@ -286,11 +286,10 @@ def test_what_a_unit_looks_at_does_not_grow_with_the_square_of_its_modules() -> 
     model = grouped(keep=False)
     unit = units_in(model)[-1]
     looks: list[str] = []
-    check, awaited = unit.registration._lost_writes.check, forwards.is_awaited
+    (guard,) = unit.registration._write_guards
+    check, awaited = guard.check, forwards.is_awaited
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            unit.registration._lost_writes, "check", lambda n: looks.append(n) or check(n)
-        )
+        patch.setattr(guard, "check", lambda n: looks.append(n) or check(n))
         patch.setattr(forwards, "is_awaited", lambda ref: looks.append("ref") or awaited(ref))
         for _ in range(10):
             model(torch.ones(2, 6)).sum().backward()

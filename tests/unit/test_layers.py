@@ -17,12 +17,6 @@ KERNEL = ("policy.py", "sharding/", "comm/", "runtime/", "api/fully_shard.py", "
 PARTS = ("transports/", "features/", "guards/", "api/comm_settings.py")
 # The imports that are still to be turned round, by the files of the kernel. No line may be added.
 KERNEL_KNOWS = {
-    "sharding/param.py": "features/parameter_hooks.py features/spmd_types.py "
-    "features/tensor_subclasses/tensor_subclass.py",
-    "runtime/registration.py": "guards/lost_writes.py",
-    "runtime/param_group.py": "features/tensor_subclasses/extension.py "
-    "features/tensor_subclasses/tensor_subclass.py",
-    "runtime/reduction.py": "features/parameter_hooks.py",
     "api/module.py": "api/comm_settings.py features/finalization.py features/frozen_cache.py "
     "features/gather_budget.py",
 }

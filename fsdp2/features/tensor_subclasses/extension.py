@@ -26,17 +26,13 @@ from typing_extensions import override
 from ...comm.transports import sum_together
 from ...dtensor.from_local import local_of
 from ...dtensor.memory import note_gathered
+from ...dtensor.subclasses import inner_tensors, is_wrapper
+from ...runtime.param_group import own_buckets
 from ...sharding.bucket import Bucket, resize
 from ...sharding.mesh import mesh_of_shards
 from ...sharding.param import EXTENSION_METHODS, is_extension
 from ...sharding.plans import GatherPlan
-from .tensor_subclass import (
-    contiguous_strides,
-    inner_tensors,
-    is_wrapper,
-    own_shard,
-    write_into,
-)
+from .tensor_subclass import contiguous_strides, own_shard, write_into
 
 # A message needs a tag of its own. Tags are reserved before the first gather, and that first tells
 # how many tensors there are.
@@ -75,6 +71,7 @@ class ExtensionBucket(Bucket):
     Its sizes become known in the first gather, when the parameter is first asked what to send.
     """
 
+    max_messages = MAX_TENSORS
     _storages: Sequence[torch.UntypedStorage] = ()
     _sizes: Sequence[int] = ()
 
@@ -419,3 +416,6 @@ def _with_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     padded = tensor.new_zeros((rows, *tensor.shape[1:]))
     padded[: tensor.shape[0]].copy_(tensor)
     return padded
+
+
+own_buckets.append(ExtensionBucket)

@@ -1,8 +1,4 @@
-"""Tensor subclasses as parameters: what they hold inside, and how to take them apart.
-
-A wrapper subclass has no memory of its own. Its inner tensors (``_data``, ``int_data``, ``scale``)
-are attributes, in the same ``__dict__`` as what users attach to a parameter. So the two must be
-told apart before anything is carried from one form of a parameter to another.
+"""Tensor subclasses as parameters: how to take them apart, and to write into them.
 
 Such classes implement the operators that torch's FSDP2 calls on them, and often no others, so these
 are the ones used here: ``split`` (by `torch.chunk`), ``new_zeros``, ``slice``, ``copy_``,
@@ -11,73 +7,14 @@ are the ones used here: ``split`` (by `torch.chunk`), ``new_zeros``, ``slice``, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...dtensor.boxes import entries_per_part
+from ...dtensor.subclasses import dispatches, tensor_attributes
 from ...sharding.layout import Slot
-
-
-def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` consists of inner tensors, which ``__tensor_flatten__`` names."""
-    return is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor)
-
-
-def dispatches(tensor: torch.Tensor) -> bool:
-    """Whether the class of ``tensor`` runs operators itself: it may be a wrapper of any kind."""
-    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-
-
-def user_attributes(original: torch.Tensor) -> dict[str, Any]:
-    """What a user attached to a parameter (``param.sequence_parallel = True``), by name."""
-    attached = dict(vars(original))
-    # An attribute that ``detach`` gives the new object too was put there by its class: an inner
-    # tensor, or how to read it. Carried to another form of the parameter it would be stale: that
-    # form would go on showing these weights.
-    if dispatches(original) and not isinstance(original, DTensor):
-        with torch.no_grad():
-            made_by_class = vars(original.detach())
-        attached = {name: v for name, v in attached.items() if name not in made_by_class}
-        attached.pop("_is_param", None)  # set by `nn.Parameter`, on subclasses only
-    return attached
-
-
-def attach_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
-    """Give ``tensor`` a user's ``attributes``, except where its class has one of that name."""
-    own = vars(tensor)
-    for name, value in attributes.items():
-        if name not in own:
-            own[name] = value
-
-
-def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors with memory of which ``tensor`` consists; itself unless it is a wrapper."""
-    return list(_leaves(tensor))
-
-
-def _leaves(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    if isinstance(tensor, DTensor):
-        yield from _leaves(tensor._local_tensor)
-        return
-    inner = _attributes(tensor) if dispatches(tensor) else {}
-    if not inner:
-        yield tensor
-    for value in inner.values():
-        yield from _leaves(value)
-
-
-def _attributes(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Attributes that are tensors, and those that ``__tensor_flatten__`` names."""
-    # Each alone misses some: ``__slots__`` are not in ``vars``, and classes without the protocol,
-    # or with a cache beside what it names, have their tensors in ``vars`` only.
-    named = tensor.__tensor_flatten__()[0] if is_wrapper(tensor) else ()  # type: ignore[attr-defined]
-    found = {name: getattr(tensor, name) for name in named}
-    found.update((n, v) for n, v in vars(tensor).items() if isinstance(v, torch.Tensor))
-    return found
 
 
 def own_shard(
@@ -149,7 +86,7 @@ def write_into(old: torch.Tensor, new: torch.Tensor) -> None:
         return
     # By attribute: ``old.copy_(new)`` would leave out what is no tensor (a block size, a flag), and
     # inner tensors that have another shape or dtype than before.
-    for name, value in {**vars(new), **_attributes(new)}.items():
+    for name, value in {**vars(new), **tensor_attributes(new)}.items():
         before: Any = getattr(old, name, None)
         if _are_alike(before, value):
             write_into(before, value)
@@ -169,30 +106,6 @@ def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
         and a.data_ptr() == b.data_ptr()
         and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
     )
-
-
-def plain_gradient(grad: torch.Tensor, name: str, *, check: bool) -> torch.Tensor:
-    """The values of a gradient that is a wrapper subclass, which reductions can send.
-
-    Args:
-        name: of the parameter.
-        check: whether to make sure that it is one gradient; the host waits for the device.
-
-    Raises:
-        NotImplementedError: if it consists of several tensors of its shape that differ.
-    """
-    if check:
-        alike = [t for t in inner_tensors(grad) if t.shape == grad.shape and t.dtype == grad.dtype]
-        if any(not torch.equal(alike[0], other) for other in alike[1:]):
-            raise NotImplementedError(
-                f"The gradient of parameter '{name}' is a {type(grad).__name__} of {len(alike)} "
-                "different tensors. One gradient is reduced per parameter, so the others would be "
-                "lost: let the operators of the class give a plain gradient, or register the inner "
-                "tensors as parameters of their own"
-            )
-    plain = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
-    plain.copy_(grad)
-    return plain
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

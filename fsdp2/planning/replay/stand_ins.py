@@ -386,7 +386,7 @@ class CountedReduction(Reduction):
             self._held, bucket.partial = bucket.partial, None
 
     @override
-    def _call_tensor_hooks(self) -> None:
+    def _call_result_hooks(self) -> None:
         pass
 
     def _add_to_shards(self, dtype: torch.dtype) -> None:
