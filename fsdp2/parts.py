@@ -3,6 +3,10 @@
 The kernel knows none of them: each registers itself where it is imported.
 """
 
+from torch import nn
+
+from .api import comm_settings, library_methods, torch_errors
+from .api.module import add_methods
 from .features import (
     finalization,
     frozen_cache,
@@ -31,6 +35,32 @@ PARTS = (
     *(parameter_hooks, spmd_types, extension),
     *(partial_gradients, middle, side_by_side, steps_in_backward),
     *(first_forward, initial_values, gathered_writes, optimizer_checks, requested_gradients),
-    *(lost_writes, unwritten),
+    *(lost_writes, unwritten, library_methods, torch_errors),
 )
 registry.arrange([module.__name__ for module in PARTS])
+
+
+class PartMethods(nn.Module):
+    """The methods that parts give to sharded modules."""
+
+    # How it communicates.
+    set_custom_all_gather = comm_settings.set_custom_all_gather
+    set_custom_reduce_scatter = comm_settings.set_custom_reduce_scatter
+    set_comm_policy = comm_settings.set_comm_policy
+    set_all_reduce_hook = comm_settings.set_all_reduce_hook
+    set_force_sum_reduction_for_comms = comm_settings.set_force_sum_reduction_for_comms
+    set_separate_reduce_scatter_group = comm_settings.set_separate_reduce_scatter_group
+    set_reduce_scatter_max_input_buffers = comm_settings.set_reduce_scatter_max_input_buffers
+    set_allocate_memory_from_process_group_for_comm = (
+        comm_settings.set_allocate_memory_from_process_group_for_comm
+    )
+    set_symm_mem_for_comm = comm_settings.set_symm_mem_for_comm
+    # What stays gathered, and for how long.
+    set_max_gathered_bytes = gather_budget.set_max_gathered_bytes
+    set_keep_frozen_gathered = frozen_cache.set_keep_frozen_gathered
+    # The caller ends iterations.
+    set_manual_backward_finalization = finalization.set_manual_backward_finalization
+    finalize_backward = finalization.finalize_backward
+
+
+add_methods({name: each for name, each in vars(PartMethods).items() if not name.startswith("_")})

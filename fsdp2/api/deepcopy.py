@@ -20,7 +20,7 @@ from torch import nn
 from typing_extensions import override
 
 from ..common.classes import original_class
-from ..features.tensor_subclasses.tensor_subclass import copy_of
+from ..dtensor.subclasses import copy_of
 from ..runtime.hooks import UnitHooks, hooks_of
 from ..runtime.runtime import runtime_of
 from ..runtime.unit import ORIGINS, Unit, units_in

@@ -44,10 +44,8 @@ from .arguments import (
     warn_of_padding,
 )
 from .deepcopy import refuse_own_deepcopy
-from .library_methods import adapt_layers, adapt_torch, adapted_methods
 from .module import FSDPModule
 from .torch_compat import TorchFSDPModule, is_replicated, publish_state, state_of
-from .torch_errors import explain_errors
 
 PlacementFn = Callable[[nn.Parameter], Shard | Replicate | ShardPlacementResult | None]
 Granularity = int | Callable[[nn.Parameter], int] | None
@@ -274,7 +272,6 @@ def _make_unit(
     # On the modules that own parameters, not on the unit's: ``state_dict`` of a submodule alone has
     # to show shards, too.
     hooks.follow_state_dicts()
-    adapt_layers(tree)
     hooks.install()
     for sharded, cls in zip(unit.modules, classes, strict=True):
         set_unit(sharded, unit)
@@ -286,8 +283,6 @@ def _make_unit(
         name_units(unit.modules[0], units_in(unit.modules[0]))
     warn_of_other_meshes(unit, modules)
     warn_of_padding(unit.params)
-    adapt_torch()
-    explain_errors()
     publish_state(unit)
     for told in registry.on.sharded:
         told(unit)
@@ -295,6 +290,8 @@ def _make_unit(
 
 # -- modules ---------------------------------------------------------------------------------
 
+# What each makes of a class goes into that of its sharded modules: attributes, by name.
+class_adapters: list[Callable[[type], dict[str, Callable[..., Any]]]] = [refuse_own_deepcopy]
 # Weak: a class that was made with its model, in a function, goes with it.
 _sharded_classes: WeakValueDictionary[type, type] = WeakValueDictionary()
 
@@ -311,7 +308,7 @@ def _sharded_class(module: nn.Module) -> type:
         made = _sharded_classes[cls] = class_for(
             module,
             f"FSDP{cls.__name__}",
-            {**refuse_own_deepcopy(cls), **adapted_methods(cls)},
+            {name: method for adapt in class_adapters for name, method in adapt(cls).items()},
             before=(FSDPModule,),
             after=(TorchFSDPModule,),
         )

@@ -47,15 +47,24 @@ from ..dtensor.subclasses import is_subclass
 from ..guards.rank_agreement.comparison import by_ranks
 from ..guards.rank_agreement.first_forward import WARN_AFTER_S
 from ..guards.rank_agreement.store_exchange import StoreExchange, can_meet
+from ..runtime.events import UnitPart, registry
 from ..runtime.hooks import about_to_write
 from ..runtime.unit import Unit, units_holding, units_in
 from ..sharding.mesh import replicated
 from ..sharding.param import managed_param
 from ..sharding.process_groups import timeout_of
 from .full_state import full_state_dict
+from .fully_shard import class_adapters
 
 
-def adapt_torch() -> None:
+class _Libraries(UnitPart):
+    @override
+    def sharded(self, unit: Unit) -> None:
+        _adapt_layers(module for own in unit.modules for module in own.modules())
+        _adapt_torch()
+
+
+def _adapt_torch() -> None:
     """Let pruning of sharded parameters raise, and optimizers cut whole state, from now on."""
     hook = partial(register_module_parameter_registration_hook, _check_registration)
     register(_check_registration, hook)
@@ -140,7 +149,7 @@ def _cut_values(values: dict[str, Any], param: DTensor, optimizer: Optimizer) ->
 # -- layers of peft --------------------------------------------------------------------------------
 
 
-def adapt_layers(modules: Iterable[nn.Module]) -> None:
+def _adapt_layers(modules: Iterable[nn.Module]) -> None:
     """Make peft layers among ``modules`` merge and unmerge adapters while sharded."""
     layer = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", None)
     if layer is None:
@@ -200,7 +209,7 @@ def _share_memory(self: nn.Module) -> Any:
     )
 
 
-def adapted_methods(cls: type) -> dict[str, Callable[..., Any]]:
+def _adapted_methods(cls: type) -> dict[str, Callable[..., Any]]:
     """What to put into the class of sharded modules of class ``cls``."""
     adapted: dict[str, Callable[..., Any]] = {"share_memory": _share_memory}
     original = getattr(cls, "save_pretrained", None)
@@ -313,3 +322,7 @@ def _save_whole(model: nn.Module, state: dict[str, Any], save: Callable[[], Any]
             vars(module)["state_dict"] = own
             if own is None:
                 del vars(module)["state_dict"]
+
+
+registry.add(_Libraries())
+class_adapters.append(_adapted_methods)

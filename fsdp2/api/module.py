@@ -12,20 +12,19 @@ from torch import nn
 from typing_extensions import override
 
 from ..common.classes import original_class
-from ..features import finalization, frozen_cache, gather_budget
 from ..runtime.building import build_runtime
 from ..runtime.events import registry
 from ..runtime.hooks import wrapper_prefix
 from ..runtime.runtime import Runtime, runtime_of
 from ..runtime.unit import Unit, own_modules, unit_of, units_in
-from . import comm_settings
 from .deepcopy import ToBeCopied
 from .torch_compat import PipelineState, state_of
 
 if TYPE_CHECKING:
-    # Every instance is an nn.Module, by its original class: type checkers may know. At run time
-    # this is a mixin without fields, which goes in front of any class of modules.
-    _Base = nn.Module
+    # Every instance is an nn.Module, by its original class, and has the methods of parts: type
+    # checkers may know. At run time this is a mixin without fields, which goes in front of any
+    # class of modules, and other libraries find that one as ``type(module).__mro__[2]``.
+    from ..parts import PartMethods as _Base
 else:
     _Base = object
 
@@ -256,8 +255,6 @@ class FSDPModule(_Base):
             unit.config.keep_unsharded_storage = keep
             unit.param_group.keep_storage(keep)
 
-    set_keep_frozen_gathered = frozen_cache.set_keep_frozen_gathered
-
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Gather ``modules`` when this module's forward begins.
 
@@ -383,26 +380,6 @@ class FSDPModule(_Base):
                 raise
             raise RuntimeError(f"{error}\n{advice[0]}") from None
 
-    # -- the caller ends iterations ---------------------------------------------------------
-
-    set_manual_backward_finalization = finalization.set_manual_backward_finalization
-    finalize_backward = finalization.finalize_backward
-
-    # -- how it communicates ----------------------------------------------------------------
-
-    set_custom_all_gather = comm_settings.set_custom_all_gather
-    set_custom_reduce_scatter = comm_settings.set_custom_reduce_scatter
-    set_comm_policy = comm_settings.set_comm_policy
-    set_all_reduce_hook = comm_settings.set_all_reduce_hook
-    set_force_sum_reduction_for_comms = comm_settings.set_force_sum_reduction_for_comms
-    set_separate_reduce_scatter_group = comm_settings.set_separate_reduce_scatter_group
-    set_reduce_scatter_max_input_buffers = comm_settings.set_reduce_scatter_max_input_buffers
-    set_allocate_memory_from_process_group_for_comm = (
-        comm_settings.set_allocate_memory_from_process_group_for_comm
-    )
-    set_symm_mem_for_comm = comm_settings.set_symm_mem_for_comm
-    set_max_gathered_bytes = gather_budget.set_max_gathered_bytes
-
     # -- inside -----------------------------------------------------------------------------
 
     @override
@@ -465,6 +442,12 @@ class FSDPModule(_Base):
         if unit.runtime is None:
             build_runtime(self)
         return unit, runtime_of(unit)
+
+
+def add_methods(methods: Mapping[str, object]) -> None:
+    """Give all sharded modules ``methods``, by name."""
+    for name, method in methods.items():
+        setattr(FSDPModule, name, method)
 
 
 class UnshardHandle:

@@ -18,12 +18,14 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from ..common.failures import reraise
 from ..common.torch_patches import replace, wrap
 from ..dtensor.placement import is_gathered_part
 from ..features.early_free.freed_params import FreedParameterProxy
-from ..runtime.unit import unit_holding
+from ..runtime.events import UnitPart, registry
+from ..runtime.unit import Unit, unit_holding
 from ..sharding.param import managed_param, param_gathered_as
 
 _DTENSOR = "torch.distributed.tensor.DTensor"
@@ -31,7 +33,13 @@ _CLIPPING = "torch.nn.utils.clip_grad"
 _items_reach_shards: list[bool] = []
 
 
-def explain_errors() -> None:
+class _Errors(UnitPart):
+    @override
+    def sharded(self, unit: Unit) -> None:
+        _explain_errors()
+
+
+def _explain_errors() -> None:
     """Wrap the methods that raise them."""
     wrap(f"{_DTENSOR}.copy_", partial(_with_advice, _how_to_write))
     wrap(f"{_DTENSOR}.__setitem__", _set_item)
@@ -214,3 +222,6 @@ def _check_tree(root: nn.Module, ignored: Container[nn.Parameter]) -> None:
                     f"'{unit.name}'. Shard the whole model with one of the two. Is `fully_shard` "
                     "imported from torch in another file?"
                 )
+
+
+registry.add(_Errors())

@@ -174,3 +174,11 @@ def plain_gradient(grad: Tensor, name: str, *, check: bool) -> Tensor:
     plain = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
     plain.copy_(grad)
     return plain
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """The same values in other memory."""
+    # ``clone`` may compute: NF4's quantizes once more, and changes the weights by that.
+    made = tensor.new_zeros(tensor.shape)
+    made.copy_(tensor)
+    return made

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -39,14 +39,26 @@ _KEY = "_fsdp2_unit"  # of a module's `__dict__`
 ORIGINS: MutableMapping[torch.Tensor, tuple[Unit, ShardedParam]] = WeakTensorKeyDictionary()
 
 
+class GatherEvents(Protocol):
+    """What a unit tells of its gathers: of `events.TreeEvents`, which imports this file."""
+
+    gather_requested: tuple[Callable[[Unit], None], ...]
+    before_planning: tuple[Callable[[Unit], None], ...]
+    planned: tuple[Callable[[Unit], None], ...]
+    before_gather: tuple[Callable[[Unit], None], ...]
+    first_gathered: tuple[Callable[[Unit], None], ...]
+
+
 class TreeRuntime(Protocol):
     """What a unit needs of its tree's runtime: of `runtime.Runtime`, which imports this file."""
 
-    on: Any  # an `events.TreeEvents`; that file imports this one
     in_backward: bool
     creates_graph: bool
     units: list[Unit]
     orders: dict[Unit, list[Unit]]
+
+    @property
+    def on(self) -> GatherEvents: ...
 
     def wait_unshard(self, unit: Unit) -> None: ...
 

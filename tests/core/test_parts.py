@@ -7,9 +7,13 @@ alone, so a pair that works together in one order of events has to do so in all.
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,6 +22,7 @@ import torch
 from torch.optim import SGD, Optimizer
 
 import fsdp2
+import harness
 from fsdp2 import CPUOffloadPolicy
 from harness import distributed, ours_only
 from models import TRANSFORMER
@@ -43,11 +48,26 @@ def registry() -> Any:
 
 
 def name_of(part: Any) -> str:
-    return (part if isinstance(part, type) else type(part)).__name__
+    return getattr(part, "__qualname__", None) or type(part).__name__
+
+
+def registries() -> list[list[Any]]:
+    """Where parts of the library are registered."""
+    from fsdp2.api import fully_shard
+    from fsdp2.comm import mesh_transports
+    from fsdp2.runtime import hooks, param_group, reduction, registration
+    from fsdp2.sharding import param
+
+    return [
+        *(registry().unit_parts, registry().tree_parts, hooks.UnitHooks.kinds),
+        *(registration.write_guards, registration.lenders, reduction.result_hooks),
+        *(param_group.own_buckets, param.carriers, param.annotation_readers),
+        *(mesh_transports._wraps, mesh_transports._reduce_groups, fully_shard.class_adapters),
+    ]
 
 
 def all_parts() -> list[Any]:
-    return [*registry().unit_parts, *registry().tree_parts]
+    return [part for parts in registries() for part in parts]
 
 
 @contextmanager
@@ -55,14 +75,14 @@ def with_parts(parts: Sequence[Any]) -> Iterator[None]:
     """These parts, and no others, hear of models that are sharded inside."""
     from fsdp2.runtime.events import UnitEvents, UnitPart
 
-    before = all_parts()
+    before = [list(registered) for registered in registries()]
 
-    def register(chosen: Sequence[Any]) -> None:
-        registry().unit_parts[:] = [part for part in chosen if isinstance(part, UnitPart)]
-        registry().tree_parts[:] = [part for part in chosen if not isinstance(part, UnitPart)]
+    def register(chosen: Sequence[Sequence[Any]]) -> None:
+        for registered, of_kind in zip(registries(), chosen, strict=True):
+            registered[:] = of_kind
         registry().on = UnitEvents(UnitPart, registry().unit_parts)
 
-    register([part for part in before if part in parts])
+    register([[part for part in registered if part in parts] for registered in before])
     try:
         yield
     finally:
@@ -133,6 +153,18 @@ def train(settings: Sequence[Setting] = ()) -> None:
                 each.step()
                 each.zero_grad()
             assert_same_parameters(model, plain, bitwise=True)
+
+
+def test_the_kernel_trains_alone(tmp_path: Path) -> None:
+    """No file of a part is imported."""
+    support = Path(__file__).parents[1] / "support"
+    paths = [str(support.parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, str(support / "bare_kernel.py"), str(tmp_path)]
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=harness.JOB_TIMEOUT_S
+    )
+    assert ended.returncode == 0, ended.stderr
 
 
 @distributed(2)

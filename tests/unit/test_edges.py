@@ -23,23 +23,22 @@ from benchmarks.structure import PACKAGE, core_files
 ALLOWED = {
     # What users pass: checked where it comes in, or handed on as it is.
     "policy.py": "placement mesh mesh_info",
-    "api/fully_shard.py": "own placement",
+    "api/fully_shard.py": "class_adapters own placement",
     "api/module.py": "modules args kwargs options state_dict fn protocol "
     "__new__() load_state_dict() _apply() __reduce_ex__()",
     "runtime/unit_config.py": "all_reduce_stream",
     # Users' tensor subclasses: their methods and attributes.
-    "features/tensor_subclasses/tensor_subclass.py": "attributes user_attributes() a b before",
+    "features/tensor_subclasses/tensor_subclass.py": "a b before",
     "features/tensor_subclasses/extension.py": "local arguments self._metadata",
     # The package spmd_types, which need not be installed.
-    "features/spmd_types.py": "spmd attributes others axes axis own types its_type "
-    "completed() _joined()",
+    "features/spmd_types.py": "spmd others axes axis own types its_type completed() _joined()",
     "runtime/torch_modes.py": "type_checker()",
     # JSON, and values of which only a checksum or the text counts.
     "guards/rank_agreement/store_exchange.py": "store self._store verdict found value ranks "
     "_wait_for_verdict()",
     "guards/rank_agreement/comparison.py": "data",
     # What torch has no stubs for: specs, process groups' backends, operations of reductions.
-    "sharding/param.py": "_specs",
+    "sharding/param.py": "_specs attributes",
     "sharding/process_groups.py": "only native_backend() _options()",
     "features/early_free/references.py": "tensor",
     "transports/custom.py": "backend args options _symm_mem()",

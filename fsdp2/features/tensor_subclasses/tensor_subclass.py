@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...dtensor.boxes import entries_per_part
-from ...dtensor.subclasses import dispatches, tensor_attributes
+from ...dtensor.subclasses import copy_of, dispatches, tensor_attributes
 from ...sharding.layout import Slot
 
 
@@ -66,14 +66,6 @@ def own_shard(
     if wanted[rank]:
         own.copy_(chunks[rank])
     return own
-
-
-def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values in other memory."""
-    # ``clone`` may compute: NF4's quantizes once more, and changes the weights by that.
-    made = tensor.new_zeros(tensor.shape)
-    made.copy_(tensor)
-    return made
 
 
 def write_into(old: torch.Tensor, new: torch.Tensor) -> None:
