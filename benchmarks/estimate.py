@@ -24,9 +24,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy
 from fsdp2.api.shard_model import shard_model
-from fsdp2.planning import estimate
-from fsdp2.planning.estimating import default_checkpoint_modules
+from fsdp2.planning import Sharding, Workload, estimate
 from fsdp2.planning.trace.checkpointing import apply_checkpointing
+from fsdp2.planning.workload import default_checkpoint_modules
 from fsdp2.wrap import units_of
 
 from . import machine
@@ -164,12 +164,17 @@ def predict(case: Case) -> dict[str, int]:
     family = FAMILIES[case.family]
     with torch.device("meta"):
         model = family.model()
-    made = estimate(
+    workload = Workload(
         model,
-        case.mesh,
         tuple(t.to("meta") for t in family.batch()),
         loss_fn=family.loss,
-        strategy=case.strategy,
+        activation_checkpointing=case.checkpointing,
+        micro_batches=case.micro_batches,
+        accumulation=case.accumulation,
+        optimizer=case.optimizer,
+    )
+    sharding = Sharding(
+        case.strategy,
         wrap=case.wrap,
         mp_policy=_policy(case),
         reshard_after_forward=case.reshard,
@@ -177,13 +182,9 @@ def predict(case: Case) -> dict[str, int]:
         prefetch=case.prefetch,
         max_gathered_bytes=case.max_gathered_bytes,
         shard_granularity=case.granularity,
-        activation_checkpointing=case.checkpointing,
-        micro_batches=case.micro_batches,
-        accumulation=case.accumulation,
-        optimizer=case.optimizer,
-        device_type="cpu",
-        ranks_per_node=case.ranks_per_node or case.num_ranks,
     )
+    nodes = case.ranks_per_node or case.num_ranks
+    made = estimate(workload, sharding, case.mesh, device_type="cpu", ranks_per_node=nodes)
     rank = made.ranks[0]
     state = rank.parameters + rank.optimizer + rank.buffers
     sent = dict.fromkeys(KINDS, 0)

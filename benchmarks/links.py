@@ -190,10 +190,12 @@ def _peak(name: str, variant: Variant) -> int | None:
     hybrid = variant.options.get("strategy") == "hybrid"
     tokens = torch.zeros(BATCH, TOKENS, dtype=torch.int64)
     estimated = fsdp2.estimate(
-        LM(MODEL), shape if hybrid else HOSTS * RANKS_PER_HOST, tokens, wrap=[Block],
-        micro_batches=variant.micro_batches, device_type="cpu", ranks_per_node=RANKS_PER_HOST,
-        **variant.options,
-    )  # fmt: skip
+        fsdp2.Workload(LM(MODEL), tokens, micro_batches=variant.micro_batches),
+        fsdp2.Sharding(wrap=[Block], **variant.options),
+        shape if hybrid else HOSTS * RANKS_PER_HOST,
+        device_type="cpu",
+        ranks_per_node=RANKS_PER_HOST,
+    )
     return max(rank.peak.total for rank in estimated.ranks)
 
 

@@ -50,7 +50,9 @@ def measure(name: str) -> list[str]:
         model = make()
     begin = time.process_time()
     made = fsdp2.plan(
-        model, batch(), hardware, num_ranks, loss_fn=next_token_loss, mp_policy=POLICY, **options
+        fsdp2.Workload(model, batch(), loss_fn=next_token_loss, **options),
+        fsdp2.Cluster(hardware, num_ranks),
+        fsdp2.Sharding(mp_policy=POLICY),
     )
     seconds = time.process_time() - begin
     verdict = "-" if target is None else f"{target:.0f}, {'met' if seconds <= target else 'missed'}"

@@ -31,8 +31,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2.planning import Hardware, find_hardware, measure, write_hardware
-from fsdp2.planning.estimating import default_checkpoint_modules
 from fsdp2.planning.trace.checkpointing import apply_checkpointing
+from fsdp2.planning.workload import default_checkpoint_modules
 from fsdp2.wrap import units_of
 
 from . import machine
@@ -252,12 +252,9 @@ def predict(name: str, hardware: Hardware, num_ranks: int) -> dict[str, dict[str
         for samples in model.samples:
             rotation.cache_clear()  # or a trace would meet the tensors of another one
             made = fsdp2.predict(
-                model.make(),
-                model.batch(samples),
-                hardware,
-                mesh_shape(strategy, num_ranks),
-                loss_fn=model.loss,
-                **STRATEGIES[strategy],
+                fsdp2.Workload(model.make(), model.batch(samples), loss_fn=model.loss),
+                fsdp2.Sharding(**STRATEGIES[strategy]),
+                fsdp2.Cluster(hardware, mesh=mesh_shape(strategy, num_ranks)),
             )
             found[strategy][str(samples)] = {
                 "seconds": made.seconds,

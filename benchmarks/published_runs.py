@@ -7,23 +7,20 @@ A run is simulated, as `predict` does it. Pipelines whose stages are replicated 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fsdp2 import Kernels, MixedPrecisionPolicy
+from fsdp2 import Kernels, MixedPrecisionPolicy, Sharding, Workload
 from fsdp2.planning import SimulatedStep, Simulator, find_hardware
-from fsdp2.planning.candidates import Degrees, Pipeline
-from fsdp2.planning.estimating import default_checkpoint_modules
-from fsdp2.planning.model_steps import ModelSteps
+from fsdp2.planning.predictor import Predictor
 from fsdp2.planning.replay.pipeline import Part
-from fsdp2.planning.replay.setups import make_setup
 from fsdp2.planning.simulation.pipeline_estimates import estimate_pipeline, stages_alone
 from fsdp2.planning.simulation.pipeline_times import replay_pipeline, simulate_pipeline
-from fsdp2.planning.trace.trace_options import TraceOptions
+from fsdp2.planning.workload import default_checkpoint_modules
 from fsdp2.wrap import units_of
 
 from .models import lm_loss
@@ -169,8 +166,8 @@ def policy_of(run: Run) -> MixedPrecisionPolicy:
 @cache
 def _steps(
     name: str, batch: int, checkpointing: str, policy: MixedPrecisionPolicy, parts: bool,
-    blocks: int | None,
-) -> ModelSteps:  # fmt: skip
+    blocks: int | None, hardware: str,
+) -> Predictor:  # fmt: skip
     family = FAMILIES[name]
     with torch.device("meta"):
         model = family.make(blocks)
@@ -179,15 +176,23 @@ def _steps(
     recomputed = default_checkpoint_modules(model, units_of(model, wrap))
     if checkpointing == "attention":
         recomputed = cores_of(len(recomputed))
-    return ModelSteps(
+    workload = Workload(
         model,
         (tokens,) * family.num_inputs,
-        TraceOptions(loss_fn=family.loss, mp_policy=policy, kernels=family.kernels),
+        loss_fn=family.loss,
+        optimizer=family.optimizer,
+        kernels=family.kernels,
         split_stages=family.split,
-        wrap=wrap,
         checkpoint_modules=recomputed,
         parallelize=family.parallelize and partial(family.parallelize, parts=parts),
     )
+    sharding = Sharding(family.strategy, wrap=wrap, mp_policy=policy)
+    return Predictor(workload, sharding, find_hardware(hardware))
+
+
+def _predictor(run: Run) -> Predictor:
+    checkpointing, policy = run.checkpointing, policy_of(run)
+    return _steps(run.model, run.batch, checkpointing, policy, run.parts, run.blocks, run.hardware)
 
 
 @cache
@@ -200,22 +205,18 @@ def simulator_of(run: Run) -> Simulator:
 def parts_of(run: Run) -> list[Part]:
     """The stages of its pipeline, or all of its model."""
     mode = "full" if run.checkpointing == "attention" else run.checkpointing
-    steps = _steps(run.model, run.batch, run.checkpointing, policy_of(run), run.parts, run.blocks)
-    degrees = Degrees(tensor=run.tensor_ranks, pipeline=run.pipeline_ranks)
-    stages = steps.get(run.num_stages, mode, degrees=degrees, compiled=run.compiled)
-    made: list[Part] = []
-    for stage in stages:
-        setup = make_setup(
-            stage.units,
-            run.num_gpus // (run.tensor_ranks * run.pipeline_ranks),
-            strategy=FAMILIES[run.model].strategy,
-            mp_policy=policy_of(run),
-            tensor_ranks=run.tensor_ranks,
-            pipeline_ranks=run.pipeline_ranks,
-            micro_batches=run.micro_batches,
-        )
-        made.append(Part(len(made), stage.trace, setup))
-    return made
+    predictor = _predictor(run)
+    workload = replace(
+        predictor.workload,
+        activation_checkpointing=mode,
+        compiled=run.compiled,
+        tensor_ranks=run.tensor_ranks,
+        pipeline_ranks=run.pipeline_ranks,
+        stages_per_rank=run.stages_per_rank,
+        micro_batches=run.micro_batches,
+    )
+    mesh = (run.num_gpus // (run.tensor_ranks * run.pipeline_ranks),)
+    return predictor.parts(workload, predictor.sharding, mesh)
 
 
 @cache
@@ -229,8 +230,7 @@ def figures_of(run: Run) -> Figures:
         replays = replay_pipeline(simulator, parts, schedule, holds_sent=run.holds_sent)
         return _of_steps(simulate_pipeline(simulator, parts, schedule, replays))
     stages = stages_alone(simulator, parts, schedule)
-    pipeline = Pipeline(schedule, run.stages_per_rank)
-    made = estimate_pipeline(simulator, parts, pipeline, stages)
+    made = estimate_pipeline(simulator, parts, schedule, stages)
     flops = sum(part.trace.flops for part in parts) * run.micro_batches / run.pipeline_ranks
     return Figures(made.seconds, made.optimizer_s, flops, made.needed_bytes, None)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .api.initialization import broadcast_replicas, init_on_whole_tensors, materialize
     from .api.merging import merge_units
     from .api.module import FSDPModule, UnshardHandle
-    from .api.shard_model import shard_model
+    from .api.shard_model import Sharding, shard_model
     from .batches import split_batch
     from .describe.explain import explain
     from .describe.explanation import Explanation
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .offload.optimizer_state import offload_optimizer
     from .optim import clip_grad_norm_, get_total_norm
     from .planning import (
+        Cluster,
         Estimate,
         Hardware,
         Kernels,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
         StateOffload,
         Sweep,
         TrainingCost,
+        Workload,
         estimate,
         plan,
         predict,
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ActivationBytes",
     "CPUOffloadPolicy",
+    "Cluster",
     "CommPolicy",
     "DataParallelMeshDims",
     "Estimate",
@@ -83,11 +86,13 @@ __all__ = [
     "Profile",
     "RanksDisagreeError",
     "ShardPlacementResult",
+    "Sharding",
     "StateOffload",
     "Sweep",
     "TrainingCost",
     "UnitDescription",
     "UnshardHandle",
+    "Workload",
     "broadcast_replicas",
     "check_ranks_agree",
     "clip_grad_norm_",
@@ -126,6 +131,7 @@ __all__ = [
 _HOME = {
     "ActivationBytes": "offload.activations",
     "CPUOffloadPolicy": "policy",
+    "Cluster": "planning",
     "CommPolicy": "policy",
     "DataParallelMeshDims": "policy",
     "Estimate": "planning",
@@ -143,11 +149,13 @@ _HOME = {
     "Profile": "profiling",
     "RanksDisagreeError": "guards.rank_agreement.store_exchange",
     "ShardPlacementResult": "policy",
+    "Sharding": "api.shard_model",
     "StateOffload": "planning",
     "Sweep": "planning",
     "TrainingCost": "planning",
     "UnitDescription": "wrap",
     "UnshardHandle": "api.module",
+    "Workload": "planning",
     "broadcast_replicas": "api.initialization",
     "check_ranks_agree": "describe.rank_checks",
     "clip_grad_norm_": "optim",

@@ -29,8 +29,9 @@ sharding. (A node of G ranks sends G times as much: 2 M, and up to 3 M with full
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from dataclasses import fields as dataclass_fields
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -115,35 +116,13 @@ def find_strategy(name: str) -> Strategy:
     return strategy
 
 
-def shard_model(
-    model: M,
-    mesh: DeviceMesh | None = None,
-    *,
-    strategy: str = "full",
-    wrap: Any = "auto",
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (has no state)
-    replicate_below: int = 0,
-    reshard_after_forward: ReshardChoice = None,
-    prefetch: int = 1,
-    shard_placement_fn: PlacementFn | None = None,
-    ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: DataParallelMeshDims | None = None,
-    direct_min_bytes: int | None = None,
-    comm_policy: CommPolicy | None = None,
-    max_gathered_bytes: int | None = None,
-    shard_granularity: Granularity = None,
-    max_device_bytes: int | None = None,
-) -> M:
-    """Shard a whole model in place with a named strategy: one call instead of one per unit.
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is sharded: by `shard_model`, and in what `estimate`, `predict` and `plan` say.
 
-    Equivalent to calling `fully_shard` (for ``"none"``: `replicate`) on every unit that `units_of`
-    returns and then on the model. `explain` shows the result.
+    Values are checked where they are used, as many depend on the model or on the mesh.
 
-    Args:
-        model: the model; may be on the meta device.
-        mesh: as in `fully_shard`. None: all ranks; for ``"hybrid"``, parameters are sharded over
-            the ranks of a node (``LOCAL_WORLD_SIZE``, which torchrun sets) and nodes are replicas.
+    Attributes:
         strategy: what is sharded over the ranks:
 
             - ``"full"``: parameters, gradients and optimizer state (ZeRO-3);
@@ -156,9 +135,7 @@ def shard_model(
             - ``"hybrid"``: as ``"full"`` within a node, replicated across nodes.
 
         wrap: which modules become units; see `units_of`.
-        mp_policy, offload_policy, shard_placement_fn, ignored_params: as in `fully_shard`, for all
-            units.
-        dp_mesh_dims, direct_min_bytes, comm_policy: as in `fully_shard`, for all units.
+        mp_policy, offload_policy: as in `fully_shard`, for all units.
         replicate_below: parameters of fewer bytes (whole, in the dtype they are stored in) are
             kept whole on every rank and their gradients all-reduced. This saves one message per
             gather and costs only the memory of small parameters.
@@ -166,13 +143,71 @@ def shard_model(
             root, or a function that takes a `UnitDescription` and returns the value for that unit.
         prefetch: how many units to gather ahead of the one that computes. 1: the unit that ran
             next in the last step; more: those that follow in model order.
+        direct_min_bytes, comm_policy, shard_granularity: as in `fully_shard`, for all units.
         max_gathered_bytes: limit on the bytes of gathered parameters, which then decides how many
             units are gathered ahead; see `FSDPModule.set_max_gathered_bytes`. None: no limit.
-        shard_granularity: as in `fully_shard`, for all units.
         max_device_bytes: with `CPUOffloadPolicy`, bytes of shards and their gradients on each rank
             that stay on the device: the units are gone through from the first, and those that still
             fit are not offloaded. Their optimizer state is on the device, too, beside these bytes.
             None: 0.
+
+    Example:
+        >>> sharding = Sharding("grad", wrap=Block, prefetch=2)
+        >>> print(estimate(Workload(model, tokens, loss_fn=loss), sharding, 64))
+        >>> model = shard_model(model, sharding=sharding)
+    """
+
+    strategy: str = "full"
+    wrap: Any = "auto"
+    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
+    replicate_below: int = 0
+    reshard_after_forward: ReshardChoice = None
+    prefetch: int = 1
+    direct_min_bytes: int | None = None
+    comm_policy: CommPolicy | None = None
+    max_gathered_bytes: int | None = None
+    shard_granularity: Granularity = None
+    max_device_bytes: int | None = None
+
+
+def with_fields(given: Any, fields: Mapping[str, Any]) -> Any:
+    """A dataclass with other values of some fields.
+
+    Raises:
+        TypeError: for a field that it does not have.
+    """
+    known = [each.name for each in dataclass_fields(given)]
+    for name in fields:
+        if name not in known:
+            raise TypeError(
+                f"{type(given).__name__} has no field '{name}'{did_you_mean(name, known)}"
+            )
+    return replace(given, **fields)
+
+
+def shard_model(
+    model: M,
+    mesh: DeviceMesh | None = None,
+    sharding: Sharding | None = None,
+    *,
+    shard_placement_fn: PlacementFn | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    **fields: Any,
+) -> M:
+    """Shard a whole model in place with a named strategy: one call instead of one per unit.
+
+    Equivalent to calling `fully_shard` (for ``"none"``: `replicate`) on every unit that `units_of`
+    returns and then on the model. `explain` shows the result.
+
+    Args:
+        model: the model; may be on the meta device.
+        mesh: as in `fully_shard`. None: all ranks; for ``"hybrid"``, parameters are sharded over
+            the ranks of a node (``LOCAL_WORLD_SIZE``, which torchrun sets) and nodes are replicas.
+        sharding: how; None: ``Sharding()``.
+        shard_placement_fn, ignored_params, dp_mesh_dims: as in `fully_shard`, for all units.
+        fields: of `Sharding`, by name, which come before those of ``sharding``.
 
     Returns:
         ``model``.
@@ -180,32 +215,33 @@ def shard_model(
     Raises:
         ValueError: for an unknown strategy, a mesh that does not fit it, a ``wrap`` that does not
             fit the model, or ``max_device_bytes`` without `CPUOffloadPolicy`.
-        TypeError: for arguments of the wrong type.
+        TypeError: for arguments of the wrong type, or unknown ones.
 
     Example:
         >>> model = shard_model(model, strategy="full", wrap=Block)
         >>> optimizer = torch.optim.AdamW(model.parameters())  # after sharding
         >>> print(explain(model))
     """
-    chosen = find_strategy(strategy)
-    _checked_numbers(replicate_below, prefetch)
-    if max_gathered_bytes is not None:
-        checked_budget("max_gathered_bytes", max_gathered_bytes)
-    offload_policy = offload_beyond(offload_policy, max_device_bytes)
-    units = units_of(model, wrap, ignored_params=ignored_params or ())
+    how = with_fields(checked_sharding(sharding or Sharding()), fields)
+    chosen = find_strategy(how.strategy)
+    _checked_numbers(how.replicate_below, how.prefetch)
+    if how.max_gathered_bytes is not None:
+        checked_budget("max_gathered_bytes", how.max_gathered_bytes)
+    offload_policy = offload_beyond(how.offload_policy, how.max_device_bytes)
+    units = units_of(model, how.wrap, ignored_params=ignored_params or ())
     mesh = _mesh_for(chosen, mesh, dp_mesh_dims)
     options: dict[str, Any] = {
         "mesh": mesh,
-        "mp_policy": mp_policy,
+        "mp_policy": how.mp_policy,
         "offload_policy": offload_policy,
         "ignored_params": ignored_params,
         "dp_mesh_dims": dp_mesh_dims,
-        "comm_policy": comm_policy,
+        "comm_policy": how.comm_policy,
     }
     if chosen.sharded:
-        options["shard_placement_fn"] = _placement(shard_placement_fn, replicate_below)
-        options["direct_min_bytes"] = direct_min_bytes
-        options["shard_granularity"] = shard_granularity
+        options["shard_placement_fn"] = _placement(shard_placement_fn, how.replicate_below)
+        options["direct_min_bytes"] = how.direct_min_bytes
+        options["shard_granularity"] = how.shard_granularity
     modules = dict(model.named_modules())
     for unit in units:
         members = [modules[name] for name in unit.modules]
@@ -215,16 +251,23 @@ def shard_model(
         if not chosen.sharded:
             replicate(whole, **options)
         else:
-            reshard = reshard_of(unit, chosen, reshard_after_forward)
+            reshard = reshard_of(unit, chosen, how.reshard_after_forward)
             fully_shard(whole, reshard_after_forward=reshard, **options)
         config = unit_of(members[0]).config
         config.strategy = chosen.name
         config.gathered_once = chosen.gathered_once
         config.unshard_in_backward = needed_in_backward
-    if prefetch > 1:
-        _set_prefetch(units, modules, prefetch)
-    unit_of(model).config.max_gathered_bytes = max_gathered_bytes
+    if how.prefetch > 1:
+        _set_prefetch(units, modules, how.prefetch)
+    unit_of(model).config.max_gathered_bytes = how.max_gathered_bytes
     return model
+
+
+def checked_sharding(sharding: Any) -> Sharding:
+    """``sharding``; a TypeError if it is something else."""
+    if not isinstance(sharding, Sharding):
+        raise TypeError(f"sharding must be a Sharding, got {sharding!r}: fields go by name")
+    return sharding
 
 
 def offload_beyond(policy: Any, max_device_bytes: int | None) -> OffloadPolicy:

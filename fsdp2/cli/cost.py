@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ..render.text import status
-from .model import ModelError, load_model
+from .model import ModelError
 from .plan import (
     add_configurations,
     add_output,
@@ -84,7 +84,7 @@ def parse_amount(text: str) -> float:
 
 def run_cost(args: argparse.Namespace) -> int:
     """Sweep over all kinds of GPUs for a model created on the meta device."""
-    from ..planning import find_hardware, sweep, training_cost
+    from ..planning import Cluster, find_hardware, sweep, training_cost
 
     def make() -> Any:
         kinds = [find_hardware(name) for name in args.hardware]
@@ -97,14 +97,12 @@ def run_cost(args: argparse.Namespace) -> int:
                 f"--price has {len(prices)} prices for {len(kinds)} kinds of GPUs: give one for "
                 "all, or one for each"
             )
-        options, swept = configurations(args)
-        sample, model = options.pop("sample_input"), load_model(args.model)
-        swept |= {"samples": args.samples, "context": args.context}
+        workload, sharding, over = configurations(args)
         with status(args) as show:
-            tables = [
-                sweep(model, sample, kind, args.world_size, progress=show, **swept, **options)
-                for kind in kinds
+            clusters = [
+                Cluster(kind, args.world_size[0], memory_budget=args.memory) for kind in kinds
             ]
+            tables = [sweep(workload, sharding, each, over, progress=show) for each in clusters]
         return training_cost(
             tables,
             args.tokens,

@@ -224,14 +224,6 @@ def _add_split_stages(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _split_stages_of(args: argparse.Namespace) -> Any:
-    return None if args.split_stages is None else find_object(args.split_stages)
-
-
-def _parallelize_of(args: argparse.Namespace) -> Any:
-    return None if args.parallelize is None else find_object(args.parallelize)
-
-
 def _add_hardware(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hardware",
@@ -397,29 +389,47 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
 
 
-def _step_options(args: argparse.Namespace) -> dict[str, Any]:
-    from ..planning import Kernels, StateOffload
-    from ..policy import CPUOffloadPolicy, OffloadPolicy
+def workload_of(args: argparse.Namespace, **others: Any) -> Any:
+    """The `Workload` that the options describe, with ``others`` of its fields."""
+    from ..planning import Kernels, StateOffload, Workload
 
     state = None
     if args.max_state is not None:
         state = StateOffload(args.state_in, args.max_state)
-    chosen = args.attention != "auto"
-    return {
-        "kernels": Kernels(attention=args.attention) if chosen else None,
-        "sample_input": _call(args.input),
-        "loss_fn": None if args.loss is None else find_object(args.loss),
-        "micro_batches": args.micro_batches,
-        "optimizer": None if args.optimizer == "none" else args.optimizer,
-        "max_gathered_bytes": args.max_gathered,
-        "max_saved_bytes": args.max_saved,
-        "unknown_costs": args.unknown_costs,
-        "compiled": args.compiled,
-        "offload_policy": CPUOffloadPolicy() if args.offload else OffloadPolicy(),
-        "max_device_bytes": args.max_device,
-        "offload_optimizer": state,
-        "experts": None if args.experts is None else parse_wrap(args.experts),
-    }
+    return Workload(
+        load_model(args.model),
+        _call(args.input),
+        loss_fn=_found(args.loss),
+        optimizer=None if args.optimizer == "none" else args.optimizer,
+        micro_batches=args.micro_batches,
+        compiled=args.compiled,
+        max_saved_bytes=args.max_saved,
+        offload_optimizer=state,
+        kernels=None if args.attention == "auto" else Kernels(attention=args.attention),
+        unknown_costs=args.unknown_costs,
+        experts=None if args.experts is None else parse_wrap(args.experts),
+        **others,
+    )
+
+
+def _found(target: str | None) -> Any:
+    """The function of this name, if one is given."""
+    return None if target is None else find_object(target)
+
+
+def _sharding_of(args: argparse.Namespace, **others: Any) -> Any:
+    """The `Sharding` that options of all commands describe, with ``others`` of its fields."""
+    from ..planning import Sharding
+    from ..policy import CPUOffloadPolicy, OffloadPolicy
+
+    return Sharding(
+        mp_policy=precision_of(args),
+        offload_policy=CPUOffloadPolicy() if args.offload else OffloadPolicy(),
+        comm_policy=comm_policy_of(args),
+        max_gathered_bytes=args.max_gathered,
+        max_device_bytes=args.max_device,
+        **others,
+    )
 
 
 def _call(target: str) -> Any:
@@ -440,19 +450,27 @@ def run_estimate(args: argparse.Namespace) -> int:
     from ..planning import Estimate, estimate
 
     def make() -> Estimate:
-        options = {**sharding_options(args), **_step_options(args)}
-        model = load_model(args.model)
+        options = sharding_options(args)
+        sharding = _sharding_of(
+            args,
+            strategy=options["strategy"],
+            wrap=options["wrap"],
+            replicate_below=options["replicate_below"],
+        )
+        workload = workload_of(
+            args,
+            activation_checkpointing=args.checkpointing,
+            accumulation=args.accumulation,
+            expert_ranks=args.expert_ranks,
+        )
         with status(args) as show:
             show("running a step on fake tensors", 0, 1)
             return estimate(
-                model,
-                options.pop("mesh_shape"),
-                options.pop("sample_input"),
-                activation_checkpointing=args.checkpointing,
-                accumulation=args.accumulation,
+                workload,
+                sharding,
+                options["mesh_shape"],
+                device_type=options["device_type"],
                 ranks_per_node=args.ranks_per_node,
-                expert_ranks=args.expert_ranks,
-                **options,
             )
 
     return answer(args, make)
@@ -460,54 +478,55 @@ def run_estimate(args: argparse.Namespace) -> int:
 
 def run_predict(args: argparse.Namespace) -> int:
     """Predict for a model created on the meta device."""
-    from ..planning import predict, sweep
+    from ..planning import Cluster, predict, sweep
 
     def make() -> Any:
-        options, swept = configurations(args)
-        sizes = {"samples": args.samples, "context": args.context}
-        sample, hardware = options.pop("sample_input"), _hardware_of(args)
-        model = load_model(args.model)
-        one = all(len(values) == 1 for values in (args.world_size, *swept.values()))
+        cluster = Cluster(_hardware_of(args), args.world_size[0], memory_budget=args.memory)
+        workload, sharding, over = configurations(args)
         with status(args) as show:
-            if one and sizes == {"samples": [None], "context": [None]}:
+            if not over:
                 show("simulating a step", 0, 1)
-                alone = {name: values[0] for name, values in swept.items()}
-                return predict(model, sample, hardware, args.world_size[0], **alone, **options)
+                return predict(workload, sharding, cluster)
             if args.picture:
                 raise ModelError("--picture is of one configuration, not of several")
-            swept |= sizes
-            return sweep(
-                model, sample, hardware, args.world_size, progress=show, **swept, **options
-            )
+            return sweep(workload, sharding, cluster, over, progress=show)
 
     return answer(args, make, draw if args.picture else None)
 
 
-def configurations(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """The arguments of `sweep` that are the same in all of them, and those that are lists."""
-    options = {
-        **_step_options(args),
-        "wrap": parse_wrap(args.wrap),
-        "memory_budget": args.memory,
-        "mp_policy": precision_of(args),
-        "comm_policy": comm_policy_of(args),
-        "accumulation": args.accumulation,
-        "parallelize": _parallelize_of(args),
-        "split_stages": _split_stages_of(args),
-    }
-    swept = {
-        "strategy": args.strategy,
-        "activation_checkpointing": args.checkpointing,
-        "reshard_after_forward": args.reshard,
-        "prefetch": args.prefetch,
-        "expert_ranks": args.expert_ranks,
-        "tensor_ranks": args.tensor_ranks,
-        "context_ranks": args.context_ranks,
-        "pipeline_ranks": args.pipeline_ranks,
-        "schedule": args.schedule,
-        "stages_per_rank": args.stages_per_rank,
-    }
-    return options, swept
+# The fields that take a list, with their options.
+_OF_SHARDING = {"strategy": "strategy", "reshard_after_forward": "reshard", "prefetch": "prefetch"}
+_OF_WORKLOAD = {
+    "samples": "samples",
+    "context": "context",
+    "activation_checkpointing": "checkpointing",
+    "expert_ranks": "expert_ranks",
+    "tensor_ranks": "tensor_ranks",
+    "context_ranks": "context_ranks",
+    "pipeline_ranks": "pipeline_ranks",
+    "schedule": "schedule",
+    "stages_per_rank": "stages_per_rank",
+}
+
+
+def configurations(args: argparse.Namespace) -> tuple[Any, Any, dict[str, list[Any]]]:
+    """The workload and the sharding of `sweep`, and the fields with several values."""
+    how, own = (
+        {field: getattr(args, option) for field, option in options.items()}
+        for options in (_OF_SHARDING, _OF_WORKLOAD)
+    )
+    workload = workload_of(
+        args,
+        accumulation=args.accumulation,
+        parallelize=_found(args.parallelize),
+        split_stages=_found(args.split_stages),
+        **{field: values[0] for field, values in own.items()},
+    )
+    first = {field: values[0] for field, values in how.items()}
+    sharding = _sharding_of(args, wrap=parse_wrap(args.wrap), **first)
+    sizes = {name: own.pop(name) for name in ("samples", "context", "activation_checkpointing")}
+    lists = {"num_ranks": args.world_size, **sizes, **how, **own}
+    return workload, sharding, {k: values for k, values in lists.items() if len(values) > 1}
 
 
 def _hardware_of(args: argparse.Namespace) -> Any:
@@ -521,36 +540,37 @@ def _hardware_of(args: argparse.Namespace) -> Any:
 
 def run_plan(args: argparse.Namespace) -> int:
     """Plan for a model created on the meta device."""
-    from ..planning import Plan, plan
+    from ..planning import Cluster, Plan, plan
 
     def make() -> Plan:
-        hardware = _hardware_of(args)
-        fixed: dict[str, Any] = {"strategy": args.strategy, "prefetch": args.prefetch}
-        fixed |= {"expert_ranks": args.expert_ranks, "tensor_ranks": args.tensor_ranks}
-        fixed |= {"parallelize": _parallelize_of(args), "max_samples": args.max_samples}
-        fixed |= {"context_ranks": args.context_ranks, "split_stages": _split_stages_of(args)}
-        fixed |= {"pipeline_ranks": args.pipeline_ranks, "schedule": args.schedule}
-        fixed["stages_per_rank"] = args.stages_per_rank
-        if args.wrap is not None:
-            fixed["wrap"] = parse_wrap(args.wrap)
-        if args.reshard is not _NOT_GIVEN:
-            fixed["reshard_after_forward"] = args.reshard
-        options = _step_options(args)
-        model = load_model(args.model)
+        cluster = Cluster(_hardware_of(args), args.world_size, memory_budget=args.memory)
+        over: dict[str, Any] = {
+            "strategy": args.strategy and [args.strategy],
+            "wrap": args.wrap and [parse_wrap(args.wrap)],
+            "reshard_after_forward": None if args.reshard is _NOT_GIVEN else [args.reshard],
+            "prefetch": args.prefetch and [args.prefetch],
+            "activation_checkpointing": args.checkpointing or CHECKPOINTING,
+            "accumulation": args.accumulation or ACCUMULATION[:2],
+            "expert_ranks": args.expert_ranks,
+            "tensor_ranks": args.tensor_ranks,
+            "context_ranks": args.context_ranks,
+            "pipeline_ranks": args.pipeline_ranks,
+            "schedule": args.schedule,
+            "stages_per_rank": args.stages_per_rank,
+        }
+        workload = workload_of(
+            args,
+            parallelize=_found(args.parallelize),
+            split_stages=_found(args.split_stages),
+        )
         with status(args) as show:
             return plan(
-                model,
-                options.pop("sample_input"),
-                hardware,
-                args.world_size,
-                args.memory,
-                mp_policy=precision_of(args),
-                comm_policy=comm_policy_of(args),
-                activation_checkpointing=tuple(args.checkpointing or CHECKPOINTING),
-                accumulation=tuple(args.accumulation or ACCUMULATION[:2]),
+                workload,
+                cluster,
+                _sharding_of(args),
+                over={name: values for name, values in over.items() if values is not None},
+                max_samples=args.max_samples,
                 progress=show,
-                **fixed,
-                **options,
             )
 
     return answer(args, make, draw if args.picture else None)

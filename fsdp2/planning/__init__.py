@@ -4,6 +4,8 @@
 `sweep` compares many configurations, and `plan` searches for the best one.
 """
 
+from ..api.shard_model import Sharding
+from .cluster import Cluster
 from .comparison import Compared, Comparison, compare
 from .estimate_report import Estimate, RankEstimate, TrafficRow
 from .estimating import estimate
@@ -19,9 +21,11 @@ from .trace.kernels import Kernels
 from .trace.op_costs import register_cost
 from .trace.paged_state import StateOffload
 from .training_cost import Offer, TrainingCost, training_cost
+from .workload import Workload
 
 __all__ = [
     "PRESETS",
+    "Cluster",
     "Compared",
     "Comparison",
     "Estimate",
@@ -32,6 +36,7 @@ __all__ = [
     "Plan",
     "Prediction",
     "RankEstimate",
+    "Sharding",
     "SimulatedStep",
     "Simulator",
     "Split",
@@ -39,6 +44,7 @@ __all__ = [
     "Sweep",
     "TrafficRow",
     "TrainingCost",
+    "Workload",
     "compare",
     "estimate",
     "find_hardware",

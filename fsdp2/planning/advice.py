@@ -116,7 +116,7 @@ def _for_activations(mode: str) -> str:
 
 
 def _for_states(setup: Setup) -> str:
-    if isinstance(setup.offload_policy, CPUOffloadPolicy):
+    if isinstance(setup.sharding.offload_policy, CPUOffloadPolicy):
         return "more ranks"
     return "more ranks, or offload_policy=CPUOffloadPolicy()"
 
@@ -137,7 +137,7 @@ def _for_gathered(setups: Sequence[Setup]) -> str:
 
 
 def _for_gradients(setup: Setup) -> str:
-    if setup.micro_batches > 1 and setup.accumulation == "unsharded":
+    if setup.workload.micro_batches > 1 and setup.workload.accumulation == "unsharded":
         return "sum them on shards (accumulation='sharded')"
     return "make smaller units (wrap=)"
 

@@ -1,154 +1,358 @@
-"""Checks of what `plan` is given to choose from."""
+"""What `plan` chooses from: what it is given, and what it knows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import prod
 from typing import Any
 
-from ..api.shard_model import find_strategy
+from ..api.shard_model import Sharding, find_strategy, with_fields
 from ..common.suggestions import did_you_mean
-from .candidates import SEARCHED, Degrees, Fixed, Pipeline, expert_ranks_of
-from .hardware.hardware import Hardware
-from .model_steps import ModelSteps
+from .candidates import Candidate
+from .cluster import Cluster
+from .predictor import Predictor
 from .replay.schedules import SCHEDULES, STAGES_PER_RANK, check_schedule_name
-from .replay.setups import check_accumulation, check_number, checked_mesh
+from .replay.setups import checked_mesh
 from .trace.checkpointing import MODES
-from .traces import TracedSteps, check_expert_ranks
+from .traces import TracedSteps
+from .workload import Workload, check_number
+
+# What `plan` searches.
+_OF_SHARDING = ("strategy", "wrap", "reshard_after_forward", "prefetch")
+_OF_WORKLOAD = (
+    *("activation_checkpointing", "accumulation", "expert_ranks", "tensor_ranks", "context_ranks"),
+    *("pipeline_ranks", "schedule", "stages_per_rank"),
+)
+_SEARCHED = (*_OF_SHARDING, "mesh", *_OF_WORKLOAD)
+
+
+def given_of(
+    workload: Workload, sharding: Sharding, over: Mapping[str, Sequence[Any]]
+) -> dict[str, list[Any]]:
+    """What is given to choose from, by field: ``over``, and values that are not the default.
+
+    Raises:
+        ValueError: for no values, and unknown ones.
+        TypeError: for a field that is not searched, and values of a wrong type.
+    """
+    found: dict[str, list[Any]] = {}
+    for owner, names in ((sharding, _OF_SHARDING), (workload, _OF_WORKLOAD)):
+        defaults = {each.name: each.default for each in fields(owner)}
+        for name in names:
+            if (value := getattr(owner, name)) != defaults[name]:
+                found[name] = [value]
+    for name, values in over.items():
+        found[name] = values_of(name, values, _SEARCHED, "plan")
+    for name in _OF_WORKLOAD:
+        for value in found.get(name, ()):
+            with_fields(workload, {name: value})  # its checks
+    for strategy in found.get("strategy", ()):
+        find_strategy(strategy)
+    for prefetch in found.get("prefetch", ()):
+        check_number("prefetch", prefetch)
+    for reshard in found.get("reshard_after_forward", ()):
+        if not (reshard is None or isinstance(reshard, bool | int)):
+            raise TypeError(
+                "reshard_after_forward must be a bool, a number of ranks or None (the default), "
+                f"got {reshard!r}: leave it out to have it searched"
+            )
+    return found
+
+
+def values_of(name: str, values: Any, known: Sequence[str], who: str) -> list[Any]:
+    """The values of a field in ``over``.
+
+    Raises:
+        ValueError: for none.
+        TypeError: for a field that is not ``known``, or values that are no list or tuple.
+    """
+    if name not in known:
+        raise TypeError(f"{who} has no '{name}' to choose in over{did_you_mean(name, known)}")
+    if not isinstance(values, list | tuple):
+        raise TypeError(f"over: {name} must be a list of values, got {values!r}")
+    if not values:
+        raise ValueError(f"over: {name} is an empty list: give at least one value")
+    return list(values)
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What a search chooses from, beside the kinds of activation checkpointing.
+    """What a search chooses from.
 
     Attributes:
+        given: values by field, where the user said something.
         num_ranks: all of them.
-        micro_batches: of a step.
+        node: ranks of a node.
+        modes: kinds of activation checkpointing.
         accumulations: ways to sum gradients; None: there is one micro-batch.
-        fixed: what is not searched.
+        degrees: tensor, context and pipeline ranks.
         expert_ranks: beside a pipeline over each number of ranks; None: experts have no mesh of
             their own.
-        degrees: of tensor, context and pipeline parallelism.
-        pipelines: how pipelines run.
+        pipelines: schedules, with stages on a rank.
         asked: which of "tensor", "context" and "pipeline" the user has asked for.
-        compiled: whether blocks are.
     """
 
+    given: Mapping[str, list[Any]]
     num_ranks: int
-    micro_batches: int
+    node: int
+    modes: tuple[str, ...]
     accumulations: Sequence[str | None]
-    fixed: Fixed
+    degrees: Sequence[tuple[int, int, int]]
     expert_ranks: Mapping[int, Sequence[int | None]]
-    degrees: Sequence[Degrees]
-    pipelines: Sequence[Pipeline]
+    pipelines: Sequence[tuple[str, int]]
     asked: frozenset[str]
-    compiled: bool = False
+
+    @property
+    def pipeline_ranks(self) -> list[int]:
+        """All numbers of them, the smallest first."""
+        return sorted({pipeline for _, _, pipeline in self.degrees})
 
     def pairs(self, pipeline: int) -> list[tuple[int | None, int | None]]:
         """Numbers of tensor and context ranks beside a pipeline over so many ranks; None: nobody
         asks for them."""
         return [
             (
-                each.tensor if "tensor" in self.asked else None,
-                each.context if "context" in self.asked else None,
+                tensor if "tensor" in self.asked else None,
+                context if "context" in self.asked else None,
             )
-            for each in self.degrees
-            if each.pipeline == pipeline
+            for tensor, context, number in self.degrees
+            if number == pipeline
         ]
 
-    @property
-    def pipeline_ranks(self) -> list[int]:
-        """All numbers of them, the smallest first."""
-        return sorted({each.pipeline for each in self.degrees})
+    def first_round(
+        self,
+        modes: Sequence[str],
+        wrap: str,
+        pair: tuple[int | None, int | None],
+        expert_ranks: Sequence[int | None],
+        pipeline_ranks: int | None = None,
+    ) -> list[Candidate]:
+        """All meshes with these checkpointing modes and ranks of experts, and all ways to sum
+        gradients, for one pair of ranks of tensor and of context parallelism."""
+        tensor, context = pair
+        num_ranks = self.num_ranks // (pipeline_ranks or 1)
+        own, node = num_ranks // (tensor or 1), max(1, self.node // (tensor or 1))
+        start = Candidate(
+            "",
+            (),
+            wrap=wrap,
+            prefetch=self.given.get("prefetch", [1])[0],
+            tensor_ranks=tensor,
+            context_ranks=context,
+            pipeline_ranks=pipeline_ranks,
+        )
+        ways = self.accumulations
+        if start.is_pipeline:
+            ways = [way for way in ways if way != "every"]
+        return [
+            replace(
+                start,
+                strategy=strategy,
+                mesh=mesh,
+                reshard=reshard,
+                checkpointing=mode,
+                accumulation=way,
+                expert_ranks=ranks,
+            )
+            for ranks in expert_ranks
+            for strategy, mesh in self._meshes(own, node)
+            if prod(mesh) * (tensor or 1) == num_ranks and mesh[-1] % (context or 1) == 0
+            for reshard in self._reshards(strategy, mesh)[:1]
+            for mode in modes
+            for way in _useful(ways, strategy)
+        ]
+
+    def second_round(self, start: Candidate, wraps: Sequence[str]) -> list[Candidate]:
+        """All choices of units, resharding and prefetch for one mesh and checkpointing mode."""
+        prefetches = self.given.get("prefetch", [1] if start.strategy == "none" else [1, 2])
+        return [
+            replace(start, wrap=wrap, reshard=reshard, prefetch=prefetch)
+            for wrap in wraps
+            for reshard in self.reshards_of(start)
+            for prefetch in prefetches
+        ]
+
+    def reshards_of(self, start: Candidate) -> list[bool | int | None]:
+        """All choices of resharding for its mesh."""
+        if "reshard_after_forward" in self.given:
+            return self._reshards(start.strategy, start.mesh)
+        reshards: list[bool | int | None] = [None]
+        if start.strategy in ("full", "hybrid"):  # others are this setting
+            reshards.append(False)
+            shards, node = start.mesh[-1], max(1, self.node // (start.tensor_ranks or 1))
+            if shards > node and shards % node == 0:
+                reshards.append(node)
+        return reshards
+
+    def _reshards(self, strategy: str, mesh: tuple[int, ...]) -> list[bool | int | None]:
+        """Those that are given, as far as they go with this mesh; the default."""
+        return [
+            each
+            for each in self.given.get("reshard_after_forward", [None])
+            if type(each) is not int or (strategy != "none" and mesh[-1] % each == 0)
+        ]
+
+    def _meshes(self, num_ranks: int, node: int) -> list[tuple[str, tuple[int, ...]]]:
+        """Strategies with their meshes, as far as they are not given."""
+        usual, names = list(meshes_of(num_ranks, node)), self.given.get("strategy")
+        found: list[tuple[str, tuple[int, ...]]] = []
+        if "mesh" in self.given:
+            for mesh in map(checked_mesh, self.given["mesh"]):
+                tried = names or (["hybrid"] if len(mesh) > 1 else ["none", "full"])
+                found += [(name, mesh) for name in tried]
+            return found
+        for name in names or ():
+            if name == "none":
+                found.append((name, (num_ranks,)))
+            elif name == "hybrid" and num_ranks <= node:
+                found.append((name, (1, num_ranks)))  # as `shard_model` on one node
+            else:
+                same = {"full", "hybrid"} if name not in ("full", "hybrid") else {name}
+                found += [(name, mesh) for other, mesh in usual if other in same]
+        return found if names else usual
+
+    def no_mesh(self) -> str:
+        """Why there is no candidate."""
+        told = f"No mesh of {self.num_ranks} ranks goes with"
+        if reshards := self.given.get("reshard_after_forward"):
+            named = reshards[0] if len(reshards) == 1 else reshards
+            return f"{told} reshard_after_forward={named!r}: it must divide the number of shards"
+        context = sorted({context for _, context, _ in self.degrees})
+        return f"{told} context_ranks={context}: they must divide its last dim"
 
 
-def degrees_of(
-    tensor_ranks: int | Sequence[int],
-    context_ranks: int | Sequence[int],
-    pipeline_ranks: int | Sequence[int],
-    steps: ModelSteps,
-    num_ranks: int,
-) -> list[Degrees]:
-    """All combinations of numbers of tensor, context and pipeline ranks to choose from.
+def meshes_of(num_ranks: int, ranks_per_node: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Strategies with their meshes: all ranks; replicas of 1, 2, 4, ... nodes."""
+    if num_ranks > 1:
+        yield "none", (num_ranks,)
+    yield "full", (num_ranks,)
+    shards = ranks_per_node
+    while shards < num_ranks:
+        if num_ranks % shards == 0:
+            yield "hybrid", (num_ranks // shards, shards)
+        shards *= 2
+
+
+def _useful(accumulations: Sequence[str | None], strategy: str) -> Sequence[str | None]:
+    """Without shards, sums are whole in any case: to reduce more than once saves nothing."""
+    if strategy == "none" and "unsharded" in accumulations:
+        return ("unsharded",)
+    return accumulations
+
+
+# -- what there is to choose from ----------------------------------------------------------------
+
+
+def choices_of(
+    predictor: Predictor, cluster: Cluster, given: dict[str, list[Any]], samples: int | None
+) -> Choices:
+    """What a search chooses from.
+
+    Args:
+        given: from `given_of`.
+        samples: of a step at most, in batches that each rank has for itself; None: no limit.
 
     Raises:
-        ValueError: for none, or one that does not divide ``num_ranks``; see
-            `ModelSteps.check_degrees`.
+        ValueError: for choices that do not go together, or with the number of ranks.
     """
-    given = {"tensor": tensor_ranks, "context": context_ranks, "pipeline": pipeline_ranks}
-    lists = {k: [v] if isinstance(v, int) else list(v) for k, v in given.items()}
+    workload = predictor.workload
+    num_ranks = cluster.num_ranks
+    if cluster.mesh is not None:
+        given = {**given, "mesh": [cluster.mesh]}
+        of_each = [given.get(f"{name}_ranks", [1]) for name in ("tensor", "pipeline")]
+        num_ranks = prod(checked_mesh(cluster.mesh)) * prod(n[0] for n in of_each)
+        if any(len(numbers) > 1 for numbers in of_each):
+            raise ValueError(
+                "mesh is of one number of tensor_ranks and of pipeline_ranks: give num_ranks to "
+                "choose from several, and over={'mesh': [...]}"
+            )
+    assert num_ranks is not None
+    degrees = _degrees_of(predictor, given, num_ranks)
+    _check_meshes(given, degrees, num_ranks)
+    if samples is not None:
+        degrees = _within(degrees, num_ranks, samples, predictor)
+    pipelines = sorted({pipeline for _, _, pipeline in degrees})
+    asked = {
+        "tensor": workload.parallelize is not None,
+        "context": any(context > 1 for _, context, _ in degrees),
+        "pipeline": pipelines != [1],
+    }
+    ways = given.get("accumulation", ["unsharded", "sharded"])
+    node = predictor.hardware.ranks_per_node
+    return Choices(
+        given,
+        num_ranks,
+        node,
+        tuple(given.get("activation_checkpointing", MODES)),
+        ways if workload.micro_batches > 1 else [None],
+        degrees,
+        _expert_ranks(given.get("expert_ranks"), predictor.whole, num_ranks, node, pipelines),
+        _pipelines_of(given),
+        frozenset(name for name, is_asked in asked.items() if is_asked),
+    )
+
+
+def _degrees_of(
+    predictor: Predictor, given: Mapping[str, list[int]], num_ranks: int
+) -> list[tuple[int, int, int]]:
+    """All combinations of numbers of tensor, context and pipeline ranks."""
+    lists = {name: given.get(f"{name}_ranks", [1]) for name in ("tensor", "context", "pipeline")}
+    if "pipeline_ranks" not in given and predictor.staged is not None:
+        lists["pipeline"] = _pipeline_ranks(predictor, num_ranks)
     for name, numbers in lists.items():
-        if not numbers:
-            raise ValueError(f"{name}_ranks is empty: give a number, or several to choose from")
         for each in numbers:
-            steps.check_degrees(Degrees(**{name: each}))
+            own = with_fields(predictor.workload, {f"{name}_ranks": each})
+            predictor.whole.check_ranks(own)
             if num_ranks % each:
                 raise ValueError(f"{name}_ranks={each} must divide num_ranks={num_ranks}")
-    made = [Degrees(1, *each) for each in product(*lists.values())]
-    found = [each for each in made if num_ranks % each.ranks_per_batch == 0]
+    tensor, context, pipeline = lists.values()
+    found = [each for each in product(tensor, context, pipeline) if num_ranks % prod(each) == 0]
     if not found:
         told = " times ".join(f"{k}_ranks={v}" for k, v in lists.items() if v != [1])
         raise ValueError(f"{told} must divide num_ranks={num_ranks}")
     return found
 
 
-def pipeline_ranks_of(
-    ranks: int | Sequence[int] | None, steps: ModelSteps, num_ranks: int, micro_batches: int
-) -> list[int]:
-    """Numbers of ranks of pipelines to choose from.
-
-    None stands for 1, 2, 4, ..., as far as each rank has a block and a micro-batch of its own, if
-    it is known how to make stages.
-    """
-    if ranks is not None:
-        return [ranks] if isinstance(ranks, int) else list(ranks)
-    most, found = 1 if steps.staged is None else min(len(steps.whole.blocks), micro_batches), [1]
+def _pipeline_ranks(predictor: Predictor, num_ranks: int) -> list[int]:
+    """1, 2, 4, ..., as far as each rank has a block and a micro-batch of its own."""
+    most = min(len(predictor.whole.blocks), predictor.workload.micro_batches)
+    found = [1]
     while 2 * found[-1] <= most and num_ranks % (2 * found[-1]) == 0:
         found.append(2 * found[-1])
     return found
 
 
-def pipelines_of(
-    schedules: str | Sequence[str] | None, stages_per_rank: int | Sequence[int] | None
-) -> list[Pipeline]:
-    """How pipelines may run: schedules with as many stages on a rank as they have.
-
-    Raises:
-        ValueError: for an unknown schedule, numbers less than 1, or a number of stages that no
-            schedule has.
-    """
-    names = [schedules] if isinstance(schedules, str) else list(schedules or SCHEDULES)
-    numbers = [stages_per_rank] if isinstance(stages_per_rank, int) else stages_per_rank
-    for name in names:
-        check_schedule_name(name)
-    for number in numbers or ():
-        check_number("stages_per_rank", number)
-    made = []
-    for name in names:
-        allowed = STAGES_PER_RANK[name]
-        own = min(2, allowed.stop - 1)
-        made += [Pipeline(name, n) for n in numbers or [own] if n in allowed]
-    if not made:
-        raise ValueError(
-            f"stages_per_rank={stages_per_rank!r} goes with none of the schedules {names}"
-        )
-    return made
+def _check_meshes(
+    given: Mapping[str, list[Any]], degrees: Sequence[tuple[int, int, int]], num_ranks: int
+) -> None:
+    for mesh in (checked_mesh(each, "mesh") for each in given.get("mesh", ())):
+        shape = " x ".join(map(str, mesh))
+        if all(prod(mesh) * tensor * pipeline != num_ranks for tensor, _, pipeline in degrees):
+            found = {
+                "tensor": sorted({tensor for tensor, _, _ in degrees}),
+                "pipeline": sorted({pipeline for _, _, pipeline in degrees}),
+            }
+            told = " and ".join(f"{n}_ranks={v}" for n, v in found.items() if v != [1])
+            beside = f" beside {told}" if told else ""
+            raise ValueError(f"mesh {shape} is not a mesh of num_ranks={num_ranks} ranks{beside}")
+        context = sorted({context for _, context, _ in degrees})
+        if all(mesh[-1] % each for each in context):
+            raise ValueError(
+                f"context_ranks={context} must divide the last dim of mesh {shape}: "
+                "parameters are sharded over data and context ranks together"
+            )
 
 
-def within_samples(degrees: Sequence[Degrees], samples: int, most: int) -> list[Degrees]:
-    """Those with which a step has at most ``most`` samples.
-
-    Args:
-        samples: of a step in which each rank has a batch of its own.
-
-    Raises:
-        ValueError: if there are none.
-    """
-    found = [each for each in degrees if samples // each.ranks_per_batch <= most]
+def _within(
+    degrees: Sequence[tuple[int, int, int]], num_ranks: int, most: int, predictor: Predictor
+) -> list[tuple[int, int, int]]:
+    """Those with which a step has at most ``most`` samples."""
+    samples = predictor.batch_size * predictor.workload.micro_batches * num_ranks
+    found = [each for each in degrees if samples // prod(each) <= most]
     if not found:
-        least = samples // max(each.ranks_per_batch for each in degrees)
+        least = samples // max(prod(each) for each in degrees)
         raise ValueError(
             f"A step has {least:,} samples or more, and max_samples={most:,}: give fewer ranks, "
             "more tensor_ranks or context_ranks, fewer micro-batches, or a sample_input with fewer "
@@ -157,40 +361,26 @@ def within_samples(degrees: Sequence[Degrees], samples: int, most: int) -> list[
     return found
 
 
-def asked(degrees: Sequence[Degrees], parallelizes: bool) -> frozenset[str]:
-    """Which degrees the user has asked for."""
-    found = {
-        "tensor": parallelizes,
-        "context": any(each.context > 1 for each in degrees),
-        "pipeline": any(each.pipeline > 1 for each in degrees),
-    }
-    return frozenset(name for name, is_asked in found.items() if is_asked)
+def _pipelines_of(given: Mapping[str, list[Any]]) -> list[tuple[str, int]]:
+    """How pipelines may run: schedules with as many stages on a rank as they have."""
+    names, numbers = given.get("schedule", SCHEDULES), given.get("stages_per_rank")
+    made = []
+    for name in names:
+        check_schedule_name(name)
+        allowed = STAGES_PER_RANK[name]
+        own = min(2, allowed.stop - 1)
+        made += [(name, n) for n in numbers or [own] if n in allowed]
+    if not made:
+        raise ValueError(f"stages_per_rank={numbers!r} goes with none of the schedules {names}")
+    return made
 
 
-def checked_ways(accumulation: Sequence[str], micro_batches: int) -> tuple[str | None, ...]:
-    if isinstance(accumulation, str) or not accumulation:
-        raise TypeError(f"accumulation must be a sequence of names, got {accumulation!r}")
-    for way in accumulation:
-        check_accumulation(way)
-    return tuple(accumulation) if micro_batches > 1 else (None,)
-
-
-def checked_modes(modes: Sequence[str], only: str | None) -> tuple[str, ...]:
-    chosen = tuple(modes) if only is None else (only,)
-    for mode in chosen:
-        if mode not in MODES:
-            name = "activation_checkpointing" if only is None else "checkpoint"
-            hint = did_you_mean(str(mode), MODES)
-            raise ValueError(f"{name} must be one of {MODES}, got {mode!r}{hint}")
-    return chosen
-
-
-def checked_expert_ranks(
-    ranks: int | Sequence[int] | None,
+def _expert_ranks(
+    given: Sequence[int] | None,
     traces: TracedSteps,
     num_ranks: int,
-    hardware: Hardware,
-    pipelines: Sequence[int] = (1,),
+    node: int,
+    pipelines: Sequence[int],
 ) -> dict[int, list[int | None]]:
     """The numbers of ranks over which experts may be distributed; None: not at all.
 
@@ -201,14 +391,11 @@ def checked_expert_ranks(
         Them by number of ranks of the pipeline; none of them may go with some of these.
 
     Raises:
-        ValueError: for none, for more than there are experts, and for a number that divides the
-            ranks of no stage.
+        ValueError: for more than there are experts, and for a number that divides the ranks of no
+            stage.
     """
-    given = [ranks] if isinstance(ranks, int) else list(ranks or ())
-    if ranks is not None and not given:
-        raise ValueError("expert_ranks is empty: give a number, or several to choose from")
-    for each in given:
-        check_expert_ranks(each, traces)
+    for each in given or ():
+        traces.check_ranks(replace(traces.workload, expert_ranks=each, tensor_ranks=1))
         if all(num_ranks // number % each for number in pipelines):
             least = min(pipelines)
             what = f"num_ranks={num_ranks}"
@@ -217,49 +404,18 @@ def checked_expert_ranks(
             raise ValueError(f"expert_ranks={each} must divide {what}")
     if not traces.experts:
         return {number: [None] for number in pipelines}
-    if ranks is None:
-        node, experts = hardware.ranks_per_node, traces.num_experts
-        return {n: [*expert_ranks_of(num_ranks // n, node, experts)] for n in pipelines}
+    if given is None:
+        return {n: [*_usual_expert_ranks(num_ranks // n, node, traces)] for n in pipelines}
     return {n: [each for each in given if num_ranks // n % each == 0] for n in pipelines}
 
 
-def checked_fixed(
-    strategy: str | None,
-    mesh: Any,
-    reshard: Any,
-    prefetch: int | None,
-    num_ranks: int,
-    degrees: Sequence[Degrees],
-) -> Fixed:
-    """What is not searched.
-
-    Raises:
-        ValueError: for an unknown strategy, or a mesh of another number of ranks.
-        TypeError: for values of other types.
-    """
-    if strategy is not None:
-        find_strategy(strategy)
-    if mesh is not None:
-        mesh = checked_mesh(mesh)
-        shape = " x ".join(map(str, mesh))
-        if all(prod(mesh) * each.tensor * each.pipeline != num_ranks for each in degrees):
-            found = {n: sorted({getattr(d, n) for d in degrees}) for n in ("tensor", "pipeline")}
-            told = " and ".join(f"{n}_ranks={v}" for n, v in found.items() if v != [1])
-            beside = f" beside {told}" if told else ""
-            raise ValueError(
-                f"mesh_shape {shape} is not a mesh of num_ranks={num_ranks} ranks{beside}"
-            )
-        if all(mesh[-1] % each.context for each in degrees):
-            context = sorted({each.context for each in degrees})
-            raise ValueError(
-                f"context_ranks={context} must divide the last dim of mesh_shape {shape}: "
-                "parameters are sharded over data and context ranks together"
-            )
-    if prefetch is not None:
-        check_number("prefetch", prefetch)
-    if not (reshard is SEARCHED or reshard is None or isinstance(reshard, bool | int)):
-        raise TypeError(
-            "reshard_after_forward must be a bool, a number of ranks or None (the default), got "
-            f"{reshard!r}: leave it out to have it searched"
-        )
-    return Fixed(strategy, mesh, reshard, prefetch)
+def _usual_expert_ranks(num_ranks: int, node: int, traces: TracedSteps) -> list[int]:
+    """Numbers of ranks over which experts may be distributed, each with as many experts: within a
+    node, as many as there can be, and one in between."""
+    ranks, found, num_experts = min(node, num_ranks), [], traces.num_experts
+    while ranks <= min(num_ranks, num_experts):
+        if num_ranks % ranks == 0 and num_experts % ranks == 0:
+            found.append(ranks)
+        ranks *= 2
+    found = found or [1]
+    return sorted({found[0], found[len(found) // 2], found[-1]})

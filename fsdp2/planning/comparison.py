@@ -15,7 +15,6 @@ from typing_extensions import override
 
 from ..render.text import plain_table, plural, show_bytes, show_seconds
 from .outcomes import PREDICTED
-from .plan_report import Plan
 from .prediction import Prediction
 from .simulation.unit_figures import OUTSIDE
 
@@ -108,9 +107,7 @@ class Comparison:
         return "\n".join(lines).rstrip("\n")
 
 
-def compare(
-    predicted: Plan | Prediction | Mapping[str, Any], measured: Mapping[str, Any]
-) -> Comparison:
+def compare(predicted: Prediction | Mapping[str, Any], measured: Mapping[str, Any]) -> Comparison:
     """Put a prediction beside a profile of the same step.
 
     Times are means over the profiled steps of its rank; predicted is the fullest, slowest rank.
@@ -131,12 +128,13 @@ def compare(
 
     Example:
         >>> with torch.device("meta"):
-        ...     step = fsdp2.predict(Model(), tokens, "h100", 1, loss_fn=loss)
+        ...     workload = fsdp2.Workload(Model(), tokens, loss_fn=loss)
+        >>> step = fsdp2.predict(workload, fsdp2.Sharding(), fsdp2.Cluster("h100", 1))
         >>> with fsdp2.profile(model) as p:  # a sharded Model
         ...     train_step()
         >>> print(fsdp2.planning.compare(step, p.as_dict()))
     """
-    if isinstance(predicted, Plan | Prediction):
+    if isinstance(predicted, Prediction):
         predicted = predicted.to_dict()
     _check(predicted, PREDICTED, "prediction", "fsdp2 plan --json or fsdp2 predict --json prints")
     _check(measured, None, "profile", "Profile.save_json writes")

@@ -10,10 +10,8 @@ from typing_extensions import override
 
 from ..render.text import show_bytes, show_seconds
 from .candidates import Candidate
-from .replay.shards import Setup
-from .simulation.simulate import SimulatedStep, Simulator
+from .simulation.simulate import SimulatedStep
 from .simulation.unit_figures import peak_gathered_bytes, unit_figures, waited_s
-from .trace.events import StepTrace
 
 # The least part of a step that compute has to wait for the rest to be what bounds it.
 WAITS = 0.1
@@ -22,14 +20,17 @@ WAITS = 0.1
 PREDICTED = "fsdp2_prediction"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Outcome:
     """A candidate and the time and memory of its simulated step.
 
     Attributes:
-        peak_bytes: of live tensors.
+        candidate: the configuration.
+        seconds: of a step: all micro-batches and the optimizer.
+        exposed_s: how long kernels wait for communication in a step.
+        peak_bytes: of live tensors on the fullest rank (allocated).
         fits: whether ``needed_bytes`` are within the budget.
-        reserved_bytes: what the allocator holds for the tensors.
+        reserved_bytes: what torch's allocator holds for the tensors.
         needed_bytes: the same, with what CUDA, cuBLAS and NCCL hold.
     """
 
@@ -45,7 +46,7 @@ class Outcome:
     def paced_s(self) -> float:
         """``seconds`` for the samples that a step has without tensor and context parallelism: with
         them, fewer ranks have batches of their own."""
-        return self.seconds * self.candidate.degrees.ranks_per_batch
+        return self.seconds * self.candidate.ranks_per_batch
 
     @override
     def __str__(self) -> str:
@@ -57,15 +58,6 @@ class Outcome:
 def simplicity(outcome: Outcome) -> tuple[float, ...]:
     """The order in which outcomes that are as fast are chosen: fewer choices, less memory."""
     return (outcome.candidate.complexity, outcome.peak_bytes, outcome.paced_s)
-
-
-def simulate_ranks(
-    simulator: Simulator, setup: Setup, work: Sequence[tuple[StepTrace, float]], **options: Any
-) -> list[SimulatedStep]:
-    """The steps of ranks that compute these traces at these speeds, the slowest first."""
-    return slowest_first(
-        simulator.run(trace, setup, speed=speed, **options) for trace, speed in work
-    )
 
 
 def slowest_first(steps: Iterable[SimulatedStep]) -> list[SimulatedStep]:
@@ -123,7 +115,7 @@ def figures_of(step: SimulatedStep) -> dict[str, Any]:
 
 
 def stage_figures(steps: Sequence[SimulatedStep]) -> list[dict[str, float]]:
-    """`Prediction.stages` and `Plan.stages`."""
+    """`Prediction.stages`."""
     return [
         {
             "compute_s": step.compute_s,
@@ -133,21 +125,6 @@ def stage_figures(steps: Sequence[SimulatedStep]) -> list[dict[str, float]]:
         }
         for step in steps
     ]
-
-
-def bubble_told(bubble_s: float, seconds: float, stages: Sequence[dict[str, float]]) -> str:
-    """How long ranks of a pipeline wait for others, and what each of them allocates."""
-    peaks = ", ".join(show_bytes(int(stage["peak_bytes"])) for stage in stages)
-    return (
-        f"{show_seconds(bubble_s)} ({100 * bubble_s / seconds:.0f} % of the step) of waiting for "
-        f"other stages; allocated by rank: {peaks}"
-    )
-
-
-def all_dims(mesh: Sequence[int], tensor: int, pipeline: int) -> str:
-    """A mesh with the dims of pipelines and tensor parallelism, where there are any."""
-    outer, inner = [n for n in (pipeline,) if n > 1], [n for n in (tensor,) if n > 1]
-    return " x ".join(map(str, [*outer, *mesh, *inner]))
 
 
 # -- what bounds a step --------------------------------------------------------------------------

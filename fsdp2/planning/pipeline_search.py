@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from ..api.shard_model import Sharding
 from ..features.gather_budget import GatherBudgetError
 from ..render.text import plural
-from .candidates import Candidate, Pipeline, first_round, reshards_of
+from .candidates import Candidate, schedule_told
 from .choices import Choices
+from .predictor import Predictor
 from .replay.pipeline import Part
 from .replay.schedules import LOOPED, SPLIT, check_schedule
 from .simulation.pipeline_estimates import (
@@ -17,7 +19,10 @@ from .simulation.pipeline_estimates import (
     estimate_pipeline,
     stages_alone,
 )
-from .simulation.simulate import Simulator
+from .workload import Workload
+
+# What `Predictor` takes: workload, sharding, mesh.
+Configuration = tuple[Workload, Sharding, tuple[int, ...]]
 
 
 class PipelineSearch:
@@ -27,8 +32,7 @@ class PipelineSearch:
     when it is known how often parameters are gathered.
 
     Args:
-        parts: makes the stages of a candidate.
-        wraps: labels of units to choose from.
+        configured: what `Predictor` takes of a candidate.
         speed: of the kernels of the slowest rank.
 
     Attributes:
@@ -38,19 +42,19 @@ class PipelineSearch:
 
     def __init__(
         self,
-        simulator: Simulator,
+        predictor: Predictor,
         choices: Choices,
         budget: int,
-        parts: Callable[[Candidate], list[Part]],
-        wraps: Sequence[str],
+        configured: Callable[[Candidate], Configuration],
         speed: float,
     ) -> None:
-        self.simulator = simulator
+        self.predictor = predictor
+        self.simulator = predictor.simulator
         self.choices = choices
         self.budget = budget
-        self.wraps = wraps
+        self.wraps = [] if predictor.staged is None else predictor.staged.labels
         self.speed = speed
-        self._parts = parts
+        self._configured = configured
         self._stages: dict[tuple[Candidate, bool, bool], tuple[list[Part], list[StageAlone]]] = {}
         self.estimates: dict[Candidate, PipelineEstimate] = {}
         self.refused: dict[str, None] = {}
@@ -58,7 +62,7 @@ class PipelineSearch:
 
     def paced_s(self, candidate: Candidate) -> float:
         """About the time of a step, as `Outcome.paced_s`."""
-        return self.estimates[candidate].seconds * candidate.degrees.ranks_per_batch
+        return self.estimates[candidate].seconds * candidate.ranks_per_batch
 
     def needed_bytes(self, candidate: Candidate) -> float:
         """About the bytes that its fullest rank needs."""
@@ -104,25 +108,13 @@ class PipelineSearch:
         self, ranks: int, pair: tuple[int | None, int | None], modes: Sequence[str]
     ) -> list[Candidate]:
         """The best one with these degrees; none if none works."""
-        node = self.simulator.hardware.ranks_per_node
-        fixed = self.choices.fixed
         experts = self.choices.expert_ranks[ranks]
         if not experts:
             stage = plural(self.choices.num_ranks // ranks, "rank")
             why = f"a stage has {stage}, and no number of expert_ranks divides these"
             self._leave_out(plural(ranks, "rank"), why)
             return []
-        starts = first_round(
-            modes,
-            self.choices.num_ranks // ranks,
-            node,
-            [way for way in self.choices.accumulations if way != "every"],
-            fixed,
-            self.wraps[0],
-            expert_ranks=experts[:1],
-            degrees=[pair],
-            pipeline_ranks=ranks,
-        )
+        starts = self.choices.first_round(modes, self.wraps[0], pair, experts[:1], ranks)
         pipelines = self._pipelines(ranks)
         if not starts or not pipelines:
             return []
@@ -135,17 +127,16 @@ class PipelineSearch:
         if not found:
             return []
         best = min(found, key=self.rank)
-        own = max(1, node // (best.tensor_ranks or 1))
         meshes = dict.fromkeys((c.strategy, c.mesh) for c in starts)
         best = self._vary(best, [replace(best, strategy=s, mesh=m) for s, m in meshes])
-        reshards = reshards_of(best, own, fixed)
+        reshards = self.choices.reshards_of(best)
         best = self._vary(best, [replace(best, reshard=each) for each in reshards])
         best = self._vary(best, [replace(best, expert_ranks=each) for each in experts])
         best = self._vary(best, [replace(best, wrap=wrap) for wrap in self.wraps])
         return [self._vary(best, [_with(best, each) for each in pipelines])]
 
     def _expert_ranks(
-        self, start: Candidate, pipelines: Sequence[Pipeline], experts: Sequence[int | None]
+        self, start: Candidate, pipelines: Sequence[tuple[str, int]], experts: Sequence[int | None]
     ) -> int | None:
         """The best number for ``start``, the one with the least activations, in the first of these
         pipelines that works."""
@@ -158,25 +149,25 @@ class PipelineSearch:
     def _vary(self, best: Candidate, others: Sequence[Candidate]) -> Candidate:
         return min([best, *(c for c in others if self._works(c))], key=self.rank)
 
-    def _pipelines(self, ranks: int) -> list[Pipeline]:
+    def _pipelines(self, ranks: int) -> list[tuple[str, int]]:
         """Those that run over so many ranks."""
-        found = []
-        for each in self.choices.pipelines:
+        found, workload = [], self.predictor.workload
+        for schedule, stages in self.choices.pipelines:
             try:
                 check_schedule(
-                    each.schedule,
+                    schedule,
                     ranks,
-                    self.choices.micro_batches,
-                    each.stages_per_rank,
-                    compiled=self.choices.compiled,
+                    workload.micro_batches,
+                    stages,
+                    compiled=bool(workload.compiled),
                 )
-                found.append(each)
+                found.append((schedule, stages))
             except ValueError as error:
-                self._refuse(ranks, each, error)
+                self._refuse(ranks, (schedule, stages), error)
         return found
 
-    def _refuse(self, ranks: int, pipeline: Pipeline, error: Exception) -> None:
-        self._leave_out(f"{plural(ranks, 'rank')} ({pipeline})", error)
+    def _refuse(self, ranks: int, pipeline: tuple[str, int], error: Exception) -> None:
+        self._leave_out(f"{plural(ranks, 'rank')} ({schedule_told(*pipeline)})", error)
 
     def _leave_out(self, over: str, why: object) -> None:
         self.refused[f"Pipeline over {over} is left out: {why}"] = None
@@ -185,28 +176,32 @@ class PipelineSearch:
         """Whether there is an estimate of it, which is made here."""
         if candidate in self.estimates:
             return True
+        assert candidate.schedule is not None
         try:
             parts, alone = self._alone(candidate)
         except (ValueError, RuntimeError) as error:  # a model that cannot be cut so, say
             if isinstance(error, GatherBudgetError):
                 error = ValueError("it has units that do not fit into max_gathered_bytes")
-            self._refuse(candidate.degrees.pipeline, candidate.pipeline, error)
+            pipeline = (candidate.schedule, candidate.stages_per_rank or 1)
+            self._refuse(candidate.pipeline_ranks or 1, pipeline, error)
             return False
-        self.estimates[candidate] = estimate_pipeline(
-            self.simulator, parts, candidate.pipeline, alone
-        )
+        # The parts may have been made for another schedule of that kind.
+        estimate = estimate_pipeline(self.simulator, parts, candidate.schedule, alone)
+        self.estimates[candidate] = estimate
         return True
 
     def _alone(self, candidate: Candidate) -> tuple[list[Part], list[StageAlone]]:
         """Its stages, which depend on the kind of schedule only; those that are alike once."""
-        schedule = candidate.pipeline.schedule
+        schedule = candidate.schedule
+        assert schedule is not None
         key = (replace(candidate, schedule=None), schedule in LOOPED, schedule in SPLIT)
         if key not in self._stages:
-            parts = self._parts(candidate)
+            parts = self.predictor.parts(*self._configured(candidate))
             alone = stages_alone(self.simulator, parts, schedule, self.speed)
             self._stages[key] = (parts, alone)
         return self._stages[key]
 
 
-def _with(candidate: Candidate, pipeline: Pipeline) -> Candidate:
-    return replace(candidate, schedule=pipeline.schedule, stages_per_rank=pipeline.stages_per_rank)
+def _with(candidate: Candidate, pipeline: tuple[str, int]) -> Candidate:
+    schedule, stages = pipeline
+    return replace(candidate, schedule=schedule, stages_per_rank=stages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +13,21 @@ from typing_extensions import override
 from ..render.text import plural, show_bytes, show_seconds, table
 from .advice import SHOWN_PADDING, Padding
 from .hardware.hardware import Hardware
-from .outcomes import PREDICTED, all_dims, bound_sentence, bubble_told, figures_of
+from .outcomes import PREDICTED, Outcome, bound_of, bound_sentence, figures_of
 from .picture import draw
 from .ranges import Range, range_figures
 from .simulation.simulate import SimulatedStep
 
 
-@dataclass(frozen=True)
-class Prediction:
+@dataclass(frozen=True, kw_only=True)
+class Prediction(Outcome):
     """What `predict` returns: time and memory of a training step; ``print`` shows it.
 
     Attributes:
-        mesh_shape: (ranks,) or (replicas, shards).
-        choices: the other arguments that make the configuration, by name, as text for tables.
-        seconds: of a step: all micro-batches and the optimizer.
+        choices: what makes the configuration, beside the mesh, by name, as text for tables.
         samples_per_s: of all ranks; None: the sample input has no dim of samples.
         tokens_per_s: of all ranks, if the sample input begins with integers (samples, positions).
-        exposed_s: how long kernels wait for communication in a step.
-        bound: what bounds the step: "compute", "communication", "copies", "host" or "pipeline".
-        peak_bytes: of live tensors on the fullest rank (allocated).
-        reserved_bytes: what torch's allocator holds for them.
-        needed_bytes: the same, with what CUDA, cuBLAS and NCCL hold.
         memory_budget: bytes that a rank may use.
-        fits: whether ``needed_bytes`` are within it.
         samples, context: sizes of a micro-batch of one rank, where they are known; with
             ``tensor_ranks`` or ``context_ranks``, of those that share it.
         tensor_ranks: that share the operators of the model, for each rank of ``mesh_shape``.
@@ -55,18 +48,10 @@ class Prediction:
     """
 
     hardware: Hardware
-    mesh_shape: tuple[int, ...]
     choices: dict[str, Any]
-    seconds: float
     samples_per_s: float | None
     tokens_per_s: float | None
-    exposed_s: float
-    bound: str
-    peak_bytes: int
-    reserved_bytes: int
-    needed_bytes: int
     memory_budget: int
-    fits: bool
     samples: int | None
     context: int | None
     dtype: torch.dtype
@@ -81,34 +66,38 @@ class Prediction:
     notes: list[str] = field(default_factory=list)
 
     @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """(ranks,) or (replicas, shards)."""
+        return self.candidate.mesh
+
+    @property
     def num_ranks(self) -> int:
         """All of them."""
-        num = self.tensor_ranks * self.pipeline_ranks
-        for size in self.mesh_shape:
-            num *= size
-        return num
+        return prod(self.mesh_shape) * self.tensor_ranks * self.pipeline_ranks
+
+    @property
+    def bound(self) -> str:
+        """What bounds a step: "compute", "communication", "copies", "host" or "pipeline"."""
+        return bound_of(self.step)
 
     @property
     def flops_per_s(self) -> float:
         """Of a rank, including recomputation."""
         return self.step.flops / self.seconds if self.seconds else 0.0
 
-    @property
-    def _bubble(self) -> str:
-        return bubble_told(self.bubble_s, self.seconds, self.stages)
-
     def picture(self, path: str | Path) -> None:
         """Write the simulated step as a picture: streams over time, memory below."""
-        dims = all_dims(self.mesh_shape, self.tensor_ranks, self.pipeline_ranks)
+        outer = [n for n in (self.pipeline_ranks,) if n > 1]
+        inner = [n for n in (self.tensor_ranks,) if n > 1]
+        dims = " x ".join(map(str, [*outer, *self.mesh_shape, *inner]))
         title = (
             f"Predicted training step on {dims} GPUs ({self.hardware.name}): "
             f"{show_seconds(self.seconds)}; peak memory {show_bytes(self.peak_bytes)}"
         )
         draw(self.step, Path(path), title=title, memory_budget=self.memory_budget)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The prediction as JSON-compatible data."""
-        step = self.step
+    def figures(self) -> dict[str, Any]:
+        """The numbers as JSON-compatible data."""
         return {
             PREDICTED: 1,
             "hardware": self.hardware.name,
@@ -118,42 +107,54 @@ class Prediction:
             "pipeline_ranks": self.pipeline_ranks,
             "bubble_s": self.bubble_s,
             "stages": self.stages,
+            "step_s": self.seconds,
+            **range_figures(self.range),
+            **figures_of(self.step),
+            "peak_bytes": self.peak_bytes,
+            "reserved_bytes": self.reserved_bytes,
+            "needed_bytes": self.needed_bytes,
+            "padding_bytes": 0 if self.padding is None else self.padding.nbytes,
+            "padding_factor": 1.0 if self.padding is None else self.padding.factor,
+            "memory_budget": self.memory_budget,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """The prediction as JSON-compatible data."""
+        return {
+            **self.figures(),
             **self.choices,
             "samples": self.samples,
             "context": self.context,
-            "step_s": self.seconds,
-            **range_figures(self.range),
             "samples_per_s": self.samples_per_s,
             "tokens_per_s": self.tokens_per_s,
             "flops_per_s": self.flops_per_s,
             "bound": self.bound,
-            **figures_of(step),
-            "peak_bytes": self.peak_bytes,
-            "reserved_bytes": self.reserved_bytes,
-            "needed_bytes": self.needed_bytes,
             "host_bytes": self.step.host_bytes,
-            "padding_bytes": 0 if self.padding is None else self.padding.nbytes,
-            "padding_factor": 1.0 if self.padding is None else self.padding.factor,
-            "memory_budget": self.memory_budget,
             "fits": self.fits,
             "notes": self.notes,
         }
+
+    @property
+    def memory(self) -> str:
+        """What it needs, as text."""
+        libraries = show_bytes(self.needed_bytes - self.reserved_bytes)
+        return (
+            f"{show_bytes(self.peak_bytes)} allocated; {show_bytes(self.reserved_bytes)} reserved "
+            f"+ {libraries} of libraries of {show_bytes(self.memory_budget)}"
+            + ("" if self.fits else ": does not fit")
+        )
 
     @override
     def __str__(self) -> str:
         facts = [
             ("Hardware", f"{self.hardware.name}, {plural(self.num_ranks, 'rank')}"),
-            ("Mesh", _shape(self)),
+            ("Mesh", " x ".join(map(str, self.mesh_shape))),
             *((_title(k), str(v)) for k, v in self.choices.items() if v is not None),
             ("Step", f"{show_seconds(self.seconds)}, {_rates(self)}"),
             *([] if self.range is None else [("Range", str(self.range))]),
             ("Exposed", f"{show_seconds(self.exposed_s)} of communication and waiting"),
-            *(
-                []
-                if self.pipeline_ranks == 1
-                else [("Bubble", bubble_told(self.bubble_s, self.seconds, self.stages))]
-            ),
-            ("Memory", _memory(self)),
+            *([("Bubble", bubble_told(self))] if self.stages else []),
+            ("Memory", self.memory),
             *([("Host memory", _host_memory(self))] if self.step.host_bytes else []),
         ]
         if self.padding is not None and self.padding.factor >= SHOWN_PADDING:
@@ -207,6 +208,16 @@ class Sweep:
         return "\n".join([*lines, *notes])
 
 
+def bubble_told(made: Prediction) -> str:
+    """How long ranks of a pipeline wait for others, and what each of them allocates."""
+    peaks = ", ".join(show_bytes(int(stage["peak_bytes"])) for stage in made.stages)
+    share = 100 * made.bubble_s / made.seconds
+    return (
+        f"{show_seconds(made.bubble_s)} ({share:.0f} % of the step) of waiting for "
+        f"other stages; allocated by rank: {peaks}"
+    )
+
+
 # -- as text -------------------------------------------------------------------------------------
 
 _HEADER = ("Step", "Samples/s", "Tokens/s", "Exposed", "Allocated", "Reserved", "Bound", "")
@@ -252,19 +263,6 @@ def _rates(made: Prediction) -> str:
     return ", ".join(told)
 
 
-def _memory(made: Prediction) -> str:
-    libraries = show_bytes(made.needed_bytes - made.reserved_bytes)
-    return (
-        f"{show_bytes(made.peak_bytes)} allocated; {show_bytes(made.reserved_bytes)} reserved + "
-        f"{libraries} of libraries of {show_bytes(made.memory_budget)}"
-        + ("" if made.fits else ": does not fit")
-    )
-
-
 def _host_memory(made: Prediction) -> str:
     told = ", ".join(f"{show_bytes(n)} of {name}" for name, n in made.step.host_bytes.items())
     return told if made.pipeline_ranks == 1 else f"{told}, on the first rank"
-
-
-def _shape(made: Prediction) -> str:
-    return " x ".join(map(str, made.mesh_shape))

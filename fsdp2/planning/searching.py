@@ -4,44 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
+from ..api.shard_model import Sharding
 from ..features.gather_budget import GatherBudgetError
 from ..render.text import plural, show_bytes
-from .advice import advice, padding_of
-from .candidates import (
-    SEARCHED,
-    Candidate,
-    Degrees,
-    first_round,
-    second_round,
-)
+from .advice import advice
+from .candidates import Candidate
 from .choices import Choices
 from .hardware.hardware import Hardware
-from .model_steps import ModelSteps
-from .outcomes import (
-    Outcome,
-    outcome_of,
-    simplicity,
-    simulate_ranks,
-    slowest_first,
-    stage_figures,
-    with_micro_batches,
-)
-from .pipeline_search import PipelineSearch
+from .outcomes import Outcome, outcome_of, simplicity, with_micro_batches
+from .pipeline_search import Configuration, PipelineSearch
 from .plan_report import Plan, reasons
-from .ranges import MOST_COMPARED, as_fast, range_of
-from .replay.pipeline import Part
-from .replay.schedules import SPLIT
-from .replay.setups import make_setup
-from .replay.shards import Setup
+from .predictor import Predictor, Replays
+from .ranges import MOST_COMPARED, as_fast
 from .simulation.loads import Load
-from .simulation.pipeline_times import RankOfPipeline, replay_pipeline, simulate_pipeline, stages_of
-from .simulation.simulate import SimulatedStep, Simulator, StagesReplay
-from .staged_steps import TracedStage
 from .trace.events import StepTrace
-from .traces import Size
 
 # Steps that differ by less than this count as equally fast.
 SAME_SPEED = 0.005
@@ -60,43 +38,40 @@ class Search:
     """Two rounds: meshes and checkpointing first, then the rest for the best of them.
 
     Args:
-        setup: fields of `Setup` that are the same for all configurations.
-        told: further arguments of `shard_model`, for the plan.
+        sharding: what is the same for all configurations is from it.
+        budget: bytes that a rank may use.
     """
 
     def __init__(
         self,
-        steps: ModelSteps,
-        simulator: Simulator,
+        predictor: Predictor,
+        sharding: Sharding,
         choices: Choices,
         budget: int,
-        setup: dict[str, Any],
-        told: dict[str, Any],
         progress: Callable[[str, int, int], None],
     ) -> None:
-        self.steps = steps
-        self.traces = steps.whole
-        self.simulator = simulator
+        self.predictor = predictor
+        self.sharding = sharding
+        self.traces = predictor.whole
+        self.simulator = predictor.simulator
         self.choices = choices
         self.budget = budget
-        self.options = setup
-        self.told = told
         self.progress = progress
-        self.degrees = choices.pairs(1)
+        self.pairs = choices.pairs(1)
         self._expert_ranks = choices.expert_ranks.get(1, [None])  # without a pipeline
 
-    def run(self, modes: tuple[str, ...], loads: Sequence[Load]) -> Plan:
+    def run(self, loads: Sequence[Load]) -> Plan:
         """The best configuration for ranks with these loads."""
         self.loads = loads
-        self._replays: dict[Candidate, list[RankOfPipeline]] = {}
-        self._kept_replays: dict[Candidate, list[StagesReplay]] = {}
+        self._replays: dict[Candidate, Replays] = {}
         self.outcomes: dict[Candidate, Outcome] = {}
         self._estimated: set[Candidate] = set()  # of these outcomes
         self._too_large: dict[Candidate, GatherBudgetError] = {}
         self.notes: list[str] = []
+        modes = self.choices.modes
         if not self.traces.blocks:
             modes = tuple(mode for mode in modes if mode == "none") or modes[:1]
-        if self.degrees:
+        if self.pairs:
             modes = self._trace(modes)
             self._search_whole(modes)
         if all(load.samples is None for load in loads):  # batches of one size
@@ -105,33 +80,23 @@ class Search:
 
     def _search_whole(self, modes: tuple[str, ...]) -> None:
         """Simulate configurations without a pipeline."""
-        choices, node = self.choices, self.simulator.hardware.ranks_per_node
-        wraps = tuple(self.traces.wraps)
-        starts = partial(
-            first_round,
-            num_ranks=choices.num_ranks,
-            ranks_per_node=node,
-            accumulations=choices.accumulations,
-            fixed=choices.fixed,
-            wrap=wraps[0],
-            pipeline_ranks=1 if "pipeline" in choices.asked else None,
-        )
+        choices, wraps = self.choices, [*self.traces.wraps]
+        alone = 1 if "pipeline" in choices.asked else None
         first = []
-        for pair in self.degrees:
+        for pair in self.pairs:
             ranks = self._expert_ranks[0]
             if len(self._expert_ranks) > 1:  # with the least activations
-                tried = starts(modes[-1:], expert_ranks=self._expert_ranks, degrees=[pair])
+                tried = choices.first_round(modes[-1:], wraps[0], pair, self._expert_ranks, alone)
                 ranks = self._best_expert_ranks(tried, ranks)
-            first += starts(modes, expert_ranks=(ranks,), degrees=[pair])
+            first += choices.first_round(modes, wraps[0], pair, [ranks], alone)
         if not first:
             if len(choices.pipeline_ranks) > 1:
                 return
-            raise ValueError(self.no_mesh())
+            raise ValueError(choices.no_mesh())
         self._first_round(first)
         best = [o.candidate for o in self._ranked()[:3]]
         for start in best:
-            own = max(1, node // (start.tensor_ranks or 1))
-            self.simulate(second_round(start, wraps, own, choices.fixed))
+            self.simulate(choices.second_round(start, wraps))
         if best and len(self._expert_ranks) > 1:  # again, for how often they are gathered now
             chosen = self._ranked()[0].candidate
             self.simulate([replace(chosen, expert_ranks=each) for each in self._expert_ranks])
@@ -153,11 +118,10 @@ class Search:
         all need more than estimated.
         """
         search = PipelineSearch(
-            self.simulator,
+            self.predictor,
             self.choices,
             self.budget,
-            self.parts,
-            self.steps.stage_wraps,
+            self.configured,
             min(load.speed for load in self.loads),
         )
         for _ in range(_MOST_SIMULATED):
@@ -186,15 +150,6 @@ class Search:
             left_out.append(f"Not simulated, because it {why} by its stages alone: {candidate}")
         return left_out
 
-    def no_mesh(self) -> str:
-        choices = self.choices
-        told = f"No mesh of {plural(choices.num_ranks, 'rank')} goes with"
-        if choices.fixed.reshard is not SEARCHED:
-            told += f" reshard_after_forward={choices.fixed.reshard!r}"
-            return f"{told}: it must divide the number of shards"
-        context = sorted({each.context for each in choices.degrees})
-        return f"{told} context_ranks={context}: they must divide its last dim"
-
     def _trace(self, modes: tuple[str, ...]) -> tuple[str, ...]:
         """Trace steps of all loads; returns the modes in which the model works."""
         working = []
@@ -207,8 +162,7 @@ class Search:
                 if mode == "none" or len(modes) == 1:
                     raise
                 self.notes.append(f"Checkpointing '{mode}' is left out because it fails: {error}")
-        size = Size(self.loads[0].samples)
-        first = self.traces.get(working[0], size, self._degrees(*self.degrees[0]))
+        first = self._trace_of(self._bare(working[0], self.pairs[0]), self.loads[0])
         self.notes += self.traces.notes(first, self.simulator.hardware)
         return tuple(working)
 
@@ -216,49 +170,60 @@ class Search:
         """Trace steps with each number of tensor and context ranks; those that fail are left
         out."""
         failed: dict[tuple[int | None, int | None], Exception] = {}
-        for pair in self.degrees:
+        for pair in self.pairs:
             try:
-                for samples in {load.samples for load in self.loads}:
-                    self.traces.get(mode, Size(samples), self._degrees(*pair))
+                for load in self.loads:
+                    self._trace_of(self._bare(mode, pair), load)
             except (RuntimeError, ValueError) as error:  # heads that cannot be divided, say
                 failed[pair] = error
-        if len(failed) == len(self.degrees):
-            raise failed[self.degrees[0]]
+        if len(failed) == len(self.pairs):
+            raise failed[self.pairs[0]]
         for (tensor, context), why in failed.items():
-            self.degrees.remove((tensor, context))
+            self.pairs.remove((tensor, context))
             kinds = {"Tensor parallelism": tensor, "Context parallelism": context}
             told = [f"{k} over {plural(n, 'rank')}" for k, n in kinds.items() if n is not None]
             self.notes.append(f"{' and '.join(told)} is left out because it fails: {why}")
 
-    def _degrees(self, tensor: int | None, context: int | None) -> Degrees:
-        """The same with the first number of expert ranks."""
-        return Degrees(self._expert_ranks[0] or 1, tensor or 1, context or 1)
+    def _bare(self, mode: str, pair: tuple[int | None, int | None]) -> Candidate:
+        """All that a trace depends on, with the first number of expert ranks."""
+        number = self._expert_ranks[0]
+        return Candidate("", (), mode, expert_ranks=number, tensor_ranks=pair[0],
+                         context_ranks=pair[1])  # fmt: skip
 
-    def _steps(
-        self,
-        candidate: Candidate,
-        *,
-        keep_samples: bool = False,
-        micro_batches: int | None = None,
-    ) -> list[SimulatedStep]:
-        """Of ranks that differ; ``micro_batches``: of a step without a pipeline, if not all."""
-        if candidate.degrees.pipeline > 1:
-            return self._pipeline_steps(candidate, self.simulator, keep_samples=keep_samples)
-        work = [(self._trace_of(candidate, load), load.speed) for load in self.loads]
-        setup = self.setup(candidate)
+    def _trace_of(self, candidate: Candidate, load: Load) -> StepTrace:
+        workload = candidate.workload(self.predictor.workload)
+        return self.traces.get(replace(workload, samples=load.samples or workload.samples))
+
+    def configured(self, candidate: Candidate) -> Configuration:
+        """What `Predictor` takes."""
+        return (
+            candidate.workload(self.predictor.workload),
+            candidate.sharding(self.sharding, self.traces.wraps[candidate.wrap]),
+            candidate.mesh,
+        )
+
+    def _replay(self, candidate: Candidate, micro_batches: int | None = None) -> Replays:
+        """``micro_batches``: of a step without a pipeline, if not all."""
+        if candidate in self._replays:
+            return self._replays[candidate]
+        workload, sharding, mesh = self.configured(candidate)
         if micro_batches is not None:
-            setup = replace(setup, micro_batches=micro_batches)
-        return simulate_ranks(self.simulator, setup, work, keep_samples=keep_samples)
+            workload = replace(workload, micro_batches=micro_batches)
+        made = self.predictor.replay(workload, sharding, mesh, self.loads)
+        if candidate.is_pipeline:
+            self._replays[candidate] = made
+        return made
+
+    def _outcome_of(self, candidate: Candidate, micro_batches: int | None = None) -> Outcome:
+        steps = self._replay(candidate, micro_batches).steps(self.simulator)
+        return outcome_of(candidate, steps, self.budget)
 
     def _outcome(self, candidate: Candidate) -> Outcome:
         """Simulated or, of a step with many micro-batches, estimated from steps with fewer."""
-        num = self.options["micro_batches"]
-        if num <= MOST_REPLAYED or candidate.degrees.pipeline > 1:
-            return outcome_of(candidate, self._steps(candidate), self.budget)
-        fewer, more = (
-            outcome_of(candidate, self._steps(candidate, micro_batches=n), self.budget)
-            for n in (FEW - 1, FEW)
-        )
+        num = self.predictor.workload.micro_batches
+        if num <= MOST_REPLAYED or candidate.is_pipeline:
+            return self._outcome_of(candidate)
+        fewer, more = (self._outcome_of(candidate, n) for n in (FEW - 1, FEW))
         self._estimated.add(candidate)
         return with_micro_batches(fewer, more, num - FEW)
 
@@ -267,62 +232,13 @@ class Search:
         while waiting := self._estimated.intersection(o.candidate for o in self._compared_ones()):
             for i, candidate in enumerate(waiting):
                 self.progress(f"simulating: {candidate}", i, len(waiting))
-                steps = self._steps(candidate)
-                self.outcomes[candidate] = outcome_of(candidate, steps, self.budget)
+                self.outcomes[candidate] = self._outcome_of(candidate)
             self._estimated -= waiting
 
     def _compared_ones(self) -> list[Outcome]:
         ranked = self._ranked()
         fastest = sorted((o for o in ranked if o.fits), key=lambda o: o.paced_s)
         return ranked[:MOST_COMPARED] + fastest[:MOST_COMPARED]
-
-    def _steps_on(
-        self, candidate: Candidate, simulator: Simulator, by: float
-    ) -> list[SimulatedStep]:
-        """The same where hardware is slower or faster; ``by``: the relative speed of kernels."""
-        if candidate.degrees.pipeline > 1:
-            return self._pipeline_steps(candidate, simulator, by)
-        # Of the few configurations that are compared so, replays are kept: only times change.
-        replays = self._kept_replays.get(candidate)
-        if replays is None:
-            setup = self.setup(candidate)
-            replays = self._kept_replays[candidate] = [
-                simulator.replay_step(self._trace_of(candidate, load), setup) for load in self.loads
-            ]
-        return slowest_first(
-            simulator.time_stages(made, speed=load.speed * by)
-            for made, load in zip(replays, self.loads, strict=True)
-        )
-
-    def _pipeline_steps(
-        self,
-        candidate: Candidate,
-        simulator: Simulator,
-        by: float = 1.0,
-        *,
-        keep_samples: bool = False,
-    ) -> list[SimulatedStep]:
-        parts, schedule = self.parts(candidate), candidate.pipeline.schedule
-        if keep_samples:
-            replays = replay_pipeline(simulator, parts, schedule, keep_samples=True)
-        elif candidate in self._replays:
-            replays = self._replays[candidate]
-        else:
-            replays = self._replays[candidate] = replay_pipeline(simulator, parts, schedule)
-        speed = by * min(load.speed for load in self.loads)
-        return simulate_pipeline(simulator, parts, schedule, replays, speed=speed)
-
-    def parts(self, candidate: Candidate) -> list[Part]:
-        """The stages of a pipeline, or all of the model."""
-        size = Size(self.loads[0].samples)
-        made = self.steps.get(
-            candidate.num_stages, candidate.checkpointing, size, candidate.degrees,
-            wrap=candidate.wrap, splits_backward=candidate.schedule in SPLIT,
-        )  # fmt: skip
-        return [Part(i, s.trace, self.setup(candidate, s), s.split) for i, s in enumerate(made)]
-
-    def _trace_of(self, candidate: Candidate, load: Load) -> StepTrace:
-        return self.traces.get(candidate.checkpointing, Size(load.samples), candidate.degrees)
 
     def simulate(self, candidates: Sequence[Candidate]) -> None:
         tried = self.outcomes.keys() | self._too_large.keys()
@@ -356,36 +272,12 @@ class Search:
         """What activations alone need, whatever the mesh."""
         return max(self._trace_of(candidate, load).activation_peak for load in self.loads)
 
-    def setup(self, candidate: Candidate, stage: TracedStage | None = None) -> Setup:
-        """The candidate's sharding setup; of the whole model, or a stage."""
-        return make_setup(
-            self.traces.units[candidate.wrap] if stage is None else stage.units,
-            candidate.mesh[0] if len(candidate.mesh) == 1 else candidate.mesh,
-            strategy=candidate.strategy,
-            reshard_after_forward=candidate.reshard,
-            prefetch=candidate.prefetch,
-            accumulation=candidate.accumulation or "unsharded",
-            experts=self.traces.expert_units if stage is None else stage.expert_units,
-            expert_ranks=candidate.expert_ranks or 1,
-            tensor_ranks=candidate.tensor_ranks or 1,
-            context_ranks=candidate.context_ranks or 1,
-            pipeline_ranks=candidate.pipeline_ranks or 1,
-            **self.options,
-        )
-
     def _advice(self, best: Outcome) -> str:
         """What takes the memory of the configuration that needs the least, and what helps."""
-        candidate = best.candidate
-        step, parts = self._fullest(candidate, self._steps(candidate))
-        return advice(parts, step, candidate.checkpointing)
-
-    def _fullest(
-        self, candidate: Candidate, steps: Sequence[SimulatedStep]
-    ) -> tuple[SimulatedStep, list[Part]]:
-        """The step that needs the most memory, and what it is of."""
-        step = max(steps, key=lambda step: step.needed_bytes)
-        parts = self.parts(candidate)
-        return step, stages_of(parts, candidate.pipeline.schedule, steps.index(step))
+        replays = self._replay(best.candidate)
+        steps = replays.steps(self.simulator)
+        fullest = max(range(len(steps)), key=lambda i: steps[i].needed_bytes)
+        return advice(replays.stages(fullest), steps[fullest], best.candidate.checkpointing)
 
     def _ranked(self) -> list[Outcome]:
         """Outcomes, best first; those that do not fit come last, by memory needed."""
@@ -401,23 +293,20 @@ class Search:
         rest = sorted((o for o in fitting if o not in same), key=lambda o: o.paced_s)
         return same + rest + others
 
-    def _seconds(self, candidate: Candidate, hardware: Hardware, speed: float) -> float:
-        """Of a step, if kernels have this relative speed."""
-        steps = self._steps_on(candidate, self.simulator.on(hardware), speed)
-        return outcome_of(candidate, steps, self.budget).seconds
+    def _paced_s(self, outcome: Outcome, hardware: Hardware, speed: float) -> float:
+        """`Outcome.paced_s`, if kernels have this relative speed."""
+        # Of the few configurations that are compared so, replays are kept: only times change.
+        candidate = outcome.candidate
+        made = self._replays[candidate] = self._replay(candidate)
+        steps = made.steps(self.simulator.on(hardware), speed)
+        return outcome_of(candidate, steps, self.budget).paced_s
 
     def _with_the_simplest_first(self, ranked: list[Outcome]) -> list[Outcome]:
         """Of those that are as fast as the fastest, for all that is known of the hardware."""
         fitting = sorted((o for o in ranked if o.fits), key=lambda o: o.paced_s)
         if not fitting:
             return ranked
-        equal = as_fast(
-            fitting,
-            self.simulator.hardware,
-            lambda o, *case: (
-                self._seconds(o.candidate, *case) * o.candidate.degrees.ranks_per_batch
-            ),
-        )
+        equal = as_fast(fitting, self.simulator.hardware, self._paced_s)
         first = min([ranked[0], *equal], key=simplicity)
         if first.paced_s > fitting[0].paced_s * (1 + SAME_SPEED):
             self.notes.append(
@@ -431,7 +320,7 @@ class Search:
         ranked = self._with_the_simplest_first(self._ranked())
         if not ranked:
             if not self._too_large:
-                raise ValueError(" ".join(self.notes) or self.no_mesh())
+                raise ValueError(" ".join(self.notes) or self.choices.no_mesh())
             raise ValueError(str(min(self._too_large.values(), key=lambda e: e.least_bytes)))
         best = ranked[0]
         if not best.fits:
@@ -439,8 +328,8 @@ class Search:
                 f"Nothing fits into {show_bytes(self.budget)} per rank: the minimum is "
                 f"{show_bytes(best.needed_bytes)}, with {best.candidate}. {self._advice(best)}"
             )
-        made = self._plan(best, ranked)
-        made.reasons = reasons(made) + self.notes
+        made = self._plan(ranked)
+        made.reasons.extend([*reasons(made), *self.notes])
         if self._too_large:
             made.reasons.append(
                 f"{plural(len(self._too_large), 'configuration')} have units that do not fit into "
@@ -448,49 +337,16 @@ class Search:
             )
         return made
 
-    def _plan(self, best: Outcome, ranked: list[Outcome]) -> Plan:
-        candidate, hardware = best.candidate, self.simulator.hardware
-        steps = self._steps(candidate, keep_samples=True)
-        fullest, parts = self._fullest(candidate, steps)
-        piped = candidate.degrees.pipeline > 1
-        shown = steps[0]
+    def _plan(self, ranked: list[Outcome]) -> Plan:
+        candidate = ranked[0].candidate
+        workload, sharding, mesh = self.configured(candidate)
+        replays = self.predictor.replay(workload, sharding, mesh, self.loads, keep_samples=True)
+        made = self.predictor.prediction(candidate, replays, self.budget, ranged=True)
         return Plan(
-            kwargs=self._kwargs(candidate),
-            mesh_shape=candidate.mesh,
-            activation_checkpointing=candidate.checkpointing,
-            accumulation=candidate.accumulation,
+            **vars(made),
+            workload=workload,
+            sharding=sharding,
             checkpoint_modules=self.traces.blocks if candidate.checkpointing != "none" else [],
-            hardware=hardware,
-            memory_budget=self.budget,
-            chosen=best,
-            step=shown,
-            range=range_of(hardware, partial(self._seconds, candidate)),
-            outcomes=ranked,
             experts=self.traces.experts,
-            expert_ranks=candidate.expert_ranks,
-            tensor_ranks=candidate.tensor_ranks or 1,
-            context_ranks=candidate.context_ranks or 1,
-            parallelize=self.traces.parallelize,
-            padding=padding_of(parts, fullest if piped else shown),
-            pipeline_ranks=candidate.pipeline_ranks or 1,
-            schedule=candidate.schedule,
-            stages_per_rank=candidate.stages_per_rank or 1,
-            split_stages=self.steps.split_stages,
-            stages=stage_figures(steps) if piped else [],
-            bubble_s=sum(step.bubble_s for step in steps) / len(steps),
+            outcomes=ranked,
         )
-
-    def _kwargs(self, candidate: Candidate) -> dict[str, Any]:
-        """Arguments of `shard_model`."""
-        policy = self.options["comm_policy"]
-        return {
-            "strategy": candidate.strategy,
-            "wrap": self.traces.wraps[candidate.wrap],
-            "reshard_after_forward": candidate.reshard,
-            "prefetch": candidate.prefetch,
-            "mp_policy": self.options["mp_policy"],
-            "offload_policy": self.options["offload_policy"],
-            **({} if policy is None else {"comm_policy": policy}),
-            **{k: v for k, v in self.options.items() if k == "max_gathered_bytes" and v},
-            **self.told,
-        }

@@ -2,132 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
-from ..wrap import UnitDescription, as_policy, units_of
-from .candidates import Degrees
-from .estimating import default_checkpoint_modules
-from .tensor_parallel import Parallelize, on_meta
+from ..api.shard_model import Sharding
+from ..wrap import as_policy, units_of
+from .replay.schedules import SPLIT
+from .tensor_parallel import on_meta
 from .trace.events import Exchange, StepTrace
 from .trace.expert_units import experts_of
 from .trace.stage import Shape, Stage
-from .trace.trace_options import TraceOptions
-from .traces import ALONE, WHOLE, Size, TracedSteps
-
-SplitStages = Callable[[Any, int], Sequence[nn.Module]]
-
-
-class TracedStage(NamedTuple):
-    """The step of a stage with one micro-batch, and its units.
-
-    Attributes:
-        split: the step with gradients of inputs first; None: it was not asked for.
-        expert_units: those of ``units`` that `shard_experts` makes, as their modules.
-    """
-
-    trace: StepTrace
-    units: tuple[UnitDescription, ...]
-    split: StepTrace | None = None
-    expert_units: frozenset[tuple[str, ...]] = frozenset()
+from .traces import TracedStage, TracedSteps
+from .workload import Workload, default_checkpoint_modules
 
 
 class StagedSteps:
     """Traces the stages of a model when they are first asked for; arguments as of `TracedSteps`.
 
-    Each stage gets what the one before it returns. Stages that are alike are traced once.
+    Each stage gets what the one before it returns. Stages that are alike are traced once. Names and
+    classes of ``wraps``, ``experts`` and ``checkpoint_modules`` are of the model and of its stages,
+    of which some may have none.
 
     Args:
-        split_stages: makes the stages: a function of a copy of the model and their number.
-        wrap: as in `shard_model`, for each stage; None: its blocks, and the whole stage, by the
-            labels that `wraps_of` has for these.
-        experts: which modules `shard_experts` gets, named as in ``wrap``, in the model and in its
-            stages; a stage may have none.
+        wraps: None: the blocks of each stage, and the whole stage, by the labels that `wraps_of`
+            has for these.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        sample_input: Any,
-        options: TraceOptions,
-        *,
-        split_stages: SplitStages,
-        wrap: Any,
-        experts: Any = None,
-        checkpoint_modules: Sequence[str] | None = None,
-        parallelize: Parallelize | None = None,
-        unknown_costs: str = "error",
+        workload: Workload,
+        sharding: Sharding,
+        wraps: Mapping[str, Any] | None,
+        device_type: str = "cuda",
     ) -> None:
-        self._model = model
-        self._split = split_stages
-        self._wrap = wrap
-        self._experts = experts
-        self._checkpoint_modules = checkpoint_modules
-        self._blocks = block_types(model)
-        self._sample_input = sample_input
-        self._options = options
-        self._parallelize = parallelize
-        self._unknown_costs = unknown_costs
+        self._workload = workload
+        self._device_type = device_type
+        self._sharding = sharding
+        self._wraps = {"blocks": "auto", "one": "root"} if wraps is None else wraps
+        self._blocks = block_types(workload.model)
         self._made: dict[int, list[TracedSteps]] = {}
         self._names: dict[int, tuple[str, ...]] = {}  # of the blocks of a stage
+
+    @property
+    def labels(self) -> list[str]:
+        """Of the choices of units that stages have."""
+        return [*self._wraps]
 
     @property
     def num_traced(self) -> int:
         steps = {id(each): each for stages in self._made.values() for each in stages}
         return sum(each.num_traced for each in steps.values())
 
-    def get(
-        self,
-        num_stages: int,
-        mode: str,
-        size: Size = WHOLE,
-        degrees: Degrees = ALONE,
-        compiled: bool = False,
-        wrap: str | None = None,
-        splits_backward: bool = False,
-    ) -> list[TracedStage]:
-        """The steps of all stages; see `TracedSteps.get`.
-
-        Args:
-            wrap: a label of units, if there are several choices.
-            splits_backward: whether to trace backwards that are split, too.
+    def get(self, workload: Workload, label: str) -> list[TracedStage]:
+        """The steps of all stages, with a choice of units; see `TracedSteps.get`.
 
         Raises:
             ValueError: if ``split_stages`` returns something else than that many stages, or stages
                 whose parameters, or experts, are not those of the model; for context ranks, if no
                 stage has attention.
         """
+        num_stages = workload.pipeline_ranks * workload.stages_per_rank
         stages = self._made.get(num_stages)
         if stages is None:
             stages = self._made[num_stages] = self._make(num_stages)
         received: tuple[Shape, ...] = ()
         made = []
         for i, steps in enumerate(stages):
-            stage = Stage(i == 0, i == num_stages - 1)
-            names = self._names[id(steps)] if compiled else False
-            own = degrees if steps.experts else degrees._replace(experts=1)
-            trace = steps.get(mode, size, own, names, stage, received)
-            split = None
-            if splits_backward:
-                apart = stage._replace(splits_backward=True)
-                split = steps.get(mode, size, own, names, apart, received)
-            made.append(TracedStage(trace, steps.units_of(wrap), split, steps.expert_units))
-            received = trace.outputs
-        if degrees.context > 1 and not any(_attends(stage.trace) for stage in made):
+            own = replace(
+                workload,
+                expert_ranks=workload.expert_ranks if steps.experts else 1,
+                compiled=self._names[id(steps)] if workload.compiled is True else False,
+            )
+            stage, splits = Stage(i == 0, i == num_stages - 1), workload.schedule in SPLIT
+            made.append(steps.stage(own, label, stage, received, splits_backward=splits))
+            received = made[-1].trace.outputs
+        if workload.context_ranks > 1 and not any(_attends(stage.trace) for stage in made):
             raise ValueError(
-                f"context_ranks={degrees.context}: no stage of the pipeline calls attention that "
-                "torch's context_parallel splits: predict with context_ranks=1"
+                f"context_ranks={workload.context_ranks}: no stage of the pipeline calls attention "
+                "that torch's context_parallel splits: predict with context_ranks=1"
             )
         return made
 
     def _make(self, num_stages: int) -> list[TracedSteps]:
-        copied = on_meta(self._model)
+        copied = on_meta(self._workload.model)
         params = dict(copied.named_parameters())  # before stages may take modules out of it
-        experts = _params_of(copied, experts_of(copied, self._experts))
-        found = self._split(copied, num_stages)
+        experts = _params_of(copied, experts_of(copied, self._workload.experts))
+        assert self._workload.split_stages is not None
+        found = self._workload.split_stages(copied, num_stages)
         stages = list(found) if isinstance(found, list | tuple | nn.ModuleList) else []
         if len(stages) != num_stages or not all(isinstance(s, nn.Module) for s in stages):
             raise ValueError(
@@ -143,8 +108,8 @@ class StagedSteps:
                 "two)"
             )
         self._check_experts(params, experts, stages)
-        for each in _elements(self._wrap):
-            if not any(_is_in(stage, each) for stage in stages):
+        for each in (e for wrap in self._wraps.values() for e in _elements(wrap)):
+            if each != "auto" and not any(_is_in(stage, each) for stage in stages):
                 raise ValueError(
                     f"wrap={each!r} is no module of any stage: they have names of their own"
                 )
@@ -181,33 +146,23 @@ class StagedSteps:
 
     def _experts_of(self, stage: nn.Module) -> list[str]:
         """The names of the modules of experts of a stage."""
-        named = [each for each in _elements(self._experts) if _names_of(stage, each)]
-        return experts_of(stage, named or None)
+        elements = _elements(self._workload.experts)
+        return experts_of(stage, [each for each in elements if _names_of(stage, each)] or None)
 
     def _steps_of(self, stage: nn.Module) -> TracedSteps:
-        made = TracedSteps(
-            stage,
-            self._sample_input,
-            self._options,
-            wrap=self._wraps_of(stage),
+        blocks = blocks_in(stage, self._blocks)
+        named, given = dict(stage.named_modules()), self._workload.checkpoint_modules
+        recomputed = blocks if given is None else [name for name in given if name in named]
+        own = replace(
+            self._workload,
+            model=stage,
             experts=self._experts_of(stage) or None,
-            checkpoint_modules=self._recomputed(stage),
-            parallelize=self._parallelize,
-            unknown_costs=self._unknown_costs,
+            checkpoint_modules=recomputed,
         )
-        self._names[id(made)] = tuple(blocks_in(stage, self._blocks))
+        wraps = {k: wrap_of_stage(stage, each, self._blocks) for k, each in self._wraps.items()}
+        made = TracedSteps(own, self._sharding, wraps, self._device_type)
+        self._names[id(made)] = tuple(blocks)
         return made
-
-    def _wraps_of(self, stage: nn.Module) -> Any:
-        if self._wrap is None:
-            return {"blocks": wrap_of_stage(stage, "auto", self._blocks), "one": "root"}
-        return wrap_of_stage(stage, self._wrap, self._blocks)
-
-    def _recomputed(self, stage: nn.Module) -> list[str]:
-        if self._checkpoint_modules is None:
-            return blocks_in(stage, self._blocks)
-        named = dict(stage.named_modules())
-        return [name for name in self._checkpoint_modules if name in named]
 
 
 def _attends(trace: StepTrace) -> bool:

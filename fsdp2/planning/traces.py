@@ -4,38 +4,43 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from ..api.shard_model import Sharding
 from ..wrap import UnitDescription, units_of
-from .candidates import Degrees, wraps_of
-from .estimating import compiled_modules, default_checkpoint_modules
 from .hardware.hardware import Hardware
-from .replay.setups import check_number
 from .simulation.loads import with_context, with_part_of_context, with_samples
-from .tensor_parallel import Parallelize, parallel_copy
+from .tensor_parallel import parallel_copy
 from .trace.context import ContextParallel
 from .trace.events import StepTrace
 from .trace.expert_units import experts_of, with_experts
 from .trace.stage import Shape, Stage
 from .trace.trace_options import TraceOptions
 from .trace.tracing import trace_step
-from .trace.uncosted import check_choice, without_cost
+from .trace.uncosted import without_cost
+from .workload import (
+    Compiled,
+    Workload,
+    compiled_modules,
+    default_checkpoint_modules,
+)
 
 
-class Size(NamedTuple):
-    """Of a micro-batch of one rank; None: that of the sample input."""
+class TracedStage(NamedTuple):
+    """The step of a stage with one micro-batch, and its units; or of the whole model.
 
-    samples: int | None = None
-    context: int | None = None
+    Attributes:
+        split: the step with gradients of inputs first; None: it was not asked for.
+        expert_units: those of ``units`` that `shard_experts` makes, as their modules.
+    """
 
-
-WHOLE = Size()
-Compiled = bool | Sequence[str]
-ALONE = Degrees()
+    trace: StepTrace
+    units: tuple[UnitDescription, ...]
+    split: StepTrace | None = None
+    expert_units: frozenset[tuple[str, ...]] = frozenset()
 
 
 class TracedSteps:
@@ -47,59 +52,54 @@ class TracedSteps:
     asks (`plan` or `predict`).
 
     Args:
-        options: what is the same for all traces.
-        wrap: the one choice of units, or several by label; None: all of `wraps_of`.
-        checkpoint_modules: names of modules to recompute; None: the blocks.
-        experts: which modules `shard_experts` gets, named as in ``wrap``; None: there are none.
-        parallelize: makes a model tensor-parallel over a mesh; None: it is not.
-        compiled: as in `estimate`, where `get` is not told otherwise.
+        workload: what is the same in all steps is from it: all but what `get` takes.
+        sharding: of which the dtypes matter here, and the units if ``wraps`` are none.
+        wraps: choices of units by label; None: those of ``sharding``.
+        device_type: as in `TraceOptions`.
 
     Attributes:
         blocks: names of the modules to recompute.
-        wraps: choices of units by label, as `shard_model` takes them.
-        units: the same as units.
+        units: the units of each choice, by label.
         experts: names of the modules of experts.
         num_experts: of the module that has the fewest.
-        num_traced: the number of steps traced so far.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        sample_input: Any,
-        options: TraceOptions,
-        *,
-        wrap: Any = None,
-        checkpoint_modules: Any = None,
-        experts: Any = None,
-        parallelize: Parallelize | None = None,
-        unknown_costs: str = "error",
-        compiled: Compiled = False,
+        workload: Workload,
+        sharding: Sharding,
+        wraps: Mapping[str, Any] | None = None,
+        device_type: str = "cuda",
     ) -> None:
-        check_choice(unknown_costs)
+        self.workload = workload
+        model = workload.model
         auto = units_of(model, "auto")
-        blocks = self._blocks = default_checkpoint_modules(model, auto)
-        self.blocks = blocks if checkpoint_modules is None else list(checkpoint_modules)
-        usual = wraps_of(auto, blocks)
-        self.wraps: Mapping[str, Any] = usual
-        if wrap is not None:
-            self.wraps = wrap if isinstance(wrap, Mapping) else {_label(wrap): wrap}
-        self.experts = experts_of(model, experts)
+        self._blocks = default_checkpoint_modules(model, auto)
+        given = workload.checkpoint_modules
+        self.blocks = self._blocks if given is None else list(given)
+        self.wraps = {_label(sharding.wrap): sharding.wrap} if wraps is None else wraps
+        self.experts = experts_of(model, workload.experts)
         self.units: dict[str, tuple[UnitDescription, ...]] = {
             label: with_experts(units_of(model, each), self.experts)
             for label, each in self.wraps.items()
         }
-        marked = [units_of(model, each) for each in usual.values()] + [*self.units.values()]
-        self._names = [name for units in marked for unit in units for name in unit.modules]
+        usual = wraps_of(auto, self._blocks).values()
+        marked = [units_of(model, each) for each in usual] + [*self.units.values()]
+        names = [name for units in marked for unit in units for name in unit.modules]
+        self._names = list(dict.fromkeys(names))
         modules = dict(model.named_modules())
         sizes = [next(modules[name].parameters()).shape[0] for name in self.experts]
         self.num_experts = min(sizes, default=0)
-        self.parallelize = parallelize
-        self._compiled = self.compiled_modules(compiled)
-        self._model = model
-        self._sample_input = sample_input
-        self._options = replace(options, checkpoint_modules=self.blocks, experts=self.experts)
-        self._unknown_costs = unknown_costs
+        self._options = TraceOptions(
+            loss_fn=workload.loss_fn,
+            mp_policy=sharding.mp_policy,
+            checkpoint_modules=self.blocks,
+            device_type=device_type,
+            kernels=workload.kernels,
+            fake=workload.fake,
+            experts=self.experts,
+            max_saved_bytes=workload.max_saved_bytes,
+        )
         self._made: dict[Any, StepTrace] = {}
 
     @property
@@ -109,34 +109,44 @@ class TracedSteps:
     @property
     def dtype(self) -> torch.dtype:
         """Of computation: that of the policy, or of most parameters."""
-        return self._options.mp_policy.param_dtype or _main_dtype(self._model)
+        return self._options.mp_policy.param_dtype or _main_dtype(self.workload.model)
 
-    def units_of(self, label: str | None) -> tuple[UnitDescription, ...]:
-        """The units with this label, or the only ones."""
-        if len(self.units) == 1:
-            [units] = self.units.values()
-            return units
-        assert label is not None
-        return self.units[label]
+    def label_of(self, wrap: Any) -> str:
+        """The label of this choice of units."""
+        return next(label for label, each in self.wraps.items() if each is wrap or each == wrap)
 
     @property
     def expert_units(self) -> frozenset[tuple[str, ...]]:
         """The units of experts, as their modules."""
         return frozenset((name,) for name in self.experts)
 
+    def stage(
+        self,
+        workload: Workload,
+        label: str,
+        stage: Stage = Stage(),  # noqa: B008 (frozen)
+        received: tuple[Shape, ...] = (),
+        *,
+        splits_backward: bool = False,
+    ) -> TracedStage:
+        """The step with one choice of units, also with a backward that is split if that is asked
+        for; see `get`."""
+        trace, split = self.get(workload, stage, received), None
+        if splits_backward:
+            split = self.get(workload, stage._replace(splits_backward=True), received)
+        return TracedStage(trace, self.units[label], split, self.expert_units)
+
     def get(
         self,
-        mode: str,
-        size: Size = WHOLE,
-        degrees: Degrees = ALONE,
-        compiled: Compiled | None = None,
+        workload: Workload,
         stage: Stage = Stage(),  # noqa: B008 (frozen)
         received: tuple[Shape, ...] = (),
     ) -> StepTrace:
-        """The step with this activation checkpointing and size of the micro-batch, on one rank.
+        """The step on one rank.
 
         Args:
-            compiled: as in `estimate`; None: that of all.
+            workload: the one of all, in which the sizes of the micro-batch, activation
+                checkpointing, what is compiled, and numbers of ranks may be others.
             stage: of a pipeline, which the model is.
             received: what a rank of that stage gets, if it is not the first.
 
@@ -145,39 +155,43 @@ class TracedSteps:
                 that cannot be split over context ranks.
             RuntimeError: if the model fails.
         """
-        names = self._compiled if compiled is None else self.compiled_modules(compiled)
-        key = (mode, size, degrees, names, stage, received)
-        found = self._made.get(key)
-        if found is None:
-            sample = with_context(with_samples(self._sample_input, size.samples), size.context)
-            length = 0
-            if degrees.context > 1:
-                sample, length = with_part_of_context(sample, degrees.context)
-            if not stage.is_first:
-                sample = tuple(
-                    torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in received
-                )
-            copied = parallel_copy(self._model, self.parallelize, degrees.tensor, degrees.context)
-            with copied as (model, mesh):
-                found = trace_step(
-                    model,
-                    sample,
-                    list(dict.fromkeys(self._names)),
-                    self._options,
-                    activation_checkpointing=mode,
-                    expert_ranks=degrees.experts,
-                    tensor_ranks=degrees.tensor,
-                    context=None if mesh is None else ContextParallel(mesh, length),
-                    compiled=names,
-                    stage=stage,
-                )
-            without_cost(found, self._unknown_costs)  # an error before more traces
-            self._made[key] = found
+        compiled = self.compiled_modules(workload.compiled)
+        mode, context_ranks = workload.activation_checkpointing, workload.context_ranks
+        degrees = (workload.expert_ranks, workload.tensor_ranks, context_ranks)
+        sizes = workload.samples, workload.context
+        key = (mode, sizes, degrees, compiled, stage, received)
+        if key in self._made:
+            return self._made[key]
+        sample = with_context(with_samples(workload.sample_input, sizes[0]), sizes[1])
+        length = 0
+        if context_ranks > 1:
+            sample, length = with_part_of_context(sample, context_ranks)
+        if not stage.is_first:
+            sample = tuple(
+                torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in received
+            )
+        base = self.workload
+        copied = parallel_copy(base.model, base.parallelize, workload.tensor_ranks, context_ranks)
+        with copied as (model, mesh):
+            found = trace_step(
+                model,
+                sample,
+                self._names,
+                self._options,
+                activation_checkpointing=mode,
+                expert_ranks=workload.expert_ranks,
+                tensor_ranks=workload.tensor_ranks,
+                context=None if mesh is None else ContextParallel(mesh, length),
+                compiled=compiled,
+                stage=stage,
+            )
+        without_cost(found, workload.unknown_costs)  # an error before more traces
+        self._made[key] = found
         return found
 
     def compiled_modules(self, compiled: Compiled) -> tuple[str, ...]:
         """The names of the modules that ``compiled`` means."""
-        return compiled_modules(compiled, lambda: self._blocks)
+        return compiled_modules(compiled, self._blocks)
 
     def notes(self, trace: StepTrace, hardware: Hardware) -> list[str]:
         """What a trace assumes, as sentences."""
@@ -189,6 +203,30 @@ class TracedSteps:
         ]
         return [*trace.notes, *without_cost(trace, "list"), *rates, *factor_notes(hardware)]
 
+    def check_ranks(self, workload: Workload) -> None:
+        """Check the ranks of experts and of tensor parallelism.
+
+        Raises:
+            ValueError: for more than there are experts, or none, and for tensor ranks without a
+                function that makes models parallel.
+        """
+        ranks = workload.expert_ranks
+        if ranks > 1 and not self.experts:
+            raise ValueError(
+                f"expert_ranks={ranks} needs experts=: the modules whose dim 0 of all parameters "
+                "is the expert"
+            )
+        if ranks > 1 and ranks > self.num_experts:
+            raise ValueError(
+                f"expert_ranks={ranks} is more than the {self.num_experts} experts: some ranks "
+                "would have none"
+            )
+        if workload.tensor_ranks > 1 and workload.parallelize is None:
+            raise ValueError(
+                f"tensor_ranks={workload.tensor_ranks} needs parallelize=: a function of the model "
+                "and a mesh of these ranks, as with torch's parallelize_module"
+            )
+
 
 def factor_notes(hardware: Hardware) -> list[str]:
     """What measured hardware says of parts of steps, as a sentence."""
@@ -198,39 +236,43 @@ def factor_notes(hardware: Hardware) -> list[str]:
     return [f"Parts of a step take longer in a step than alone (step_factors): {told}"]
 
 
-def check_expert_ranks(ranks: Any, traces: TracedSteps) -> None:
-    """Check a number of ranks over which experts are distributed.
+def wraps_of(units: Sequence[UnitDescription], blocks: Sequence[str]) -> dict[str, Any]:
+    """Choices of units as `shard_model` accepts them: one block, several blocks, the whole model.
 
-    Raises:
-        ValueError: if it is less than 1 or more than there are experts, or there are none.
-        TypeError: if it is not an int.
+    Args:
+        units: from ``units_of(model, "auto")``.
+        blocks: names of the modules that share a class.
     """
-    check_number("expert_ranks", ranks)
-    if ranks > 1 and not traces.experts:
-        raise ValueError(
-            f"expert_ranks={ranks} needs experts=: the modules whose dim 0 of all parameters is "
-            "the expert"
-        )
-    if ranks > 1 and ranks > traces.num_experts:
-        raise ValueError(
-            f"expert_ranks={ranks} is more than the {traces.num_experts} experts: some ranks would "
-            "have none"
-        )
+    wraps: dict[str, Any] = {"blocks": "auto"}
+    names = [u.modules for u in units if not u.is_root]
+    single = [group for group in names if len(group) == 1 and group[0] in set(blocks)]
+    for size in (2, 4):
+        if len(single) >= 2 * size:
+            grouped: dict[tuple[str, ...], tuple[str, ...]] = {}
+            for i in range(0, len(single), size):
+                whole = tuple(name for group in single[i : i + size] for name in group)
+                grouped |= dict.fromkeys(single[i : i + size], whole)
+            wraps[f"{size} blocks"] = [
+                group[0] if len(group) == 1 else group
+                for group in dict.fromkeys(grouped.get(group, group) for group in names)
+            ]
+    wraps["one"] = "root"
+    return wraps
 
 
-def check_tensor_ranks(ranks: Any, traces: TracedSteps) -> None:
-    """Check a number of ranks of tensor parallelism.
+def usual_wraps(model: nn.Module) -> dict[str, Any]:
+    """The choices of units that `plan` searches."""
+    auto = units_of(model, "auto")
+    return wraps_of(auto, default_checkpoint_modules(model, auto))
 
-    Raises:
-        ValueError: if it is less than 1, or more without a function that makes models parallel.
-        TypeError: if it is not an int.
-    """
-    check_number("tensor_ranks", ranks)
-    if ranks > 1 and traces.parallelize is None:
-        raise ValueError(
-            f"tensor_ranks={ranks} needs parallelize=: a function of the model and a mesh of these "
-            "ranks, as with torch's parallelize_module"
-        )
+
+def labelled(wraps: Sequence[Any]) -> dict[str, Any]:
+    """These choices of units by label."""
+    found: dict[str, Any] = {}
+    for wrap in wraps:
+        label = _label(wrap)
+        found[label if label not in found else f"{label} {len(found) + 1}"] = wrap
+    return found
 
 
 def _label(wrap: Any) -> str:

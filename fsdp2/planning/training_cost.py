@@ -187,7 +187,8 @@ def training_cost(
         KeyError: if a kind of GPU has no price.
 
     Example:
-        >>> table = sweep(model, tokens, "h100", [64, 256, 1024], mp_policy=bf16, loss_fn=loss)
+        >>> workload, over = Workload(model, tokens, loss_fn=loss), {"num_ranks": [64, 256]}
+        >>> table = sweep(workload, Sharding(mp_policy=bf16), Cluster("h100", 64), over)
         >>> made = training_cost(table, tokens=1e12, price_per_gpu_hour=2.5)
         >>> print(made)
         >>> made.within(days=30)

@@ -31,7 +31,8 @@ pytestmark = [ours_only("transports"), cpu_only("gloo")]
 
 if not RUNS_ON_TORCH:
     import fsdp2
-    from fsdp2 import CommPolicy, MixedPrecisionPolicy, estimate, explain, shard_model
+    from by_keywords import estimate
+    from fsdp2 import CommPolicy, MixedPrecisionPolicy, explain, shard_model
     from fsdp2.transports.compressed.transports import Wire
     from fsdp2.transports.host.exchange import Exchange
     from fsdp2.transports.host.links import HostLinks, connect

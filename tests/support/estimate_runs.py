@@ -15,12 +15,13 @@ from torch.utils._pytree import tree_iter
 
 from benchmarks.ledger import Ledger
 from benchmarks.transport import KINDS, around_waits, counting_sent
+from by_keywords import estimate
 from estimate_grammar import WIDTH, Configuration, scaled
 from fsdp2 import shard_model
-from fsdp2.planning import estimate, estimating
-from fsdp2.planning.estimating import default_checkpoint_modules
+from fsdp2.planning import estimating
 from fsdp2.planning.replay.counted_transports import _CountingExchange
 from fsdp2.planning.trace.checkpointing import apply_checkpointing
+from fsdp2.planning.workload import default_checkpoint_modules
 from fsdp2.runtime.unit import units_in
 from fsdp2.transports.compressed.transports import Wire
 from fsdp2.transports.host.exchange import Exchange
@@ -320,7 +321,8 @@ def predict(made: Configuration) -> list[Found]:
 
 def _found(replay: Any, late_bytes: int) -> Found:
     setup, account = replay.setup, replay.account
-    if setup.comm_policy is not None:  # numbers are made bytes in chunks, in their own dtype
+    policy = setup.sharding.comm_policy
+    if policy is not None:  # numbers are made bytes in chunks, in their own dtype
         late_bytes += 8 * max((t.nbytes for t in replay.transfers), default=0)
     found = Found(late_bytes=late_bytes)
     sizes = {"shard": setup.num_shards, "replicate": setup.num_replicas, "all": setup.num_ranks}
@@ -330,7 +332,7 @@ def _found(replay: Any, late_bytes: int) -> Found:
             kept = [b.secondary for unit in replay.units for b in unit.buckets if b.secondary]
             size = kept[0].layout.num_shards
         if transfer.group in ("within", "across"):
-            node = setup.comm_policy.ranks_per_node
+            node = policy.ranks_per_node
             size = node if transfer.group == "within" else setup.num_shards // node
         what = transfer.unit if transfer.kind == "reduce_scatter" else transfer.nbytes
         found.calls.append((transfer.kind, size, what))

@@ -19,16 +19,13 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from by_keywords import estimate, plan, predict, sweep
 from fsdp2 import (
     CommPolicy,
     CPUOffloadPolicy,
     Kernels,
     MixedPrecisionPolicy,
     StateOffload,
-    estimate,
-    plan,
-    predict,
-    sweep,
 )
 from fsdp2.experts import TokenExchange
 from fsdp2.planning import find_hardware

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import harness
+from by_keywords import plan, predict, sweep
 from fsdp2 import Profile, fully_shard, profile
 from fsdp2.cli.main import main
-from fsdp2.planning import Comparison, Hardware, compare, find_hardware, plan, predict, sweep
+from fsdp2.planning import Comparison, Hardware, compare, find_hardware
 from fsdp2.planning.simulation.unit_figures import unit_figures, waited_s
 from harness import cached_mesh, distributed
 

@@ -19,7 +19,8 @@ import harness
 if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: torch does not predict", allow_module_level=True)
 
-from fsdp2 import Kernels, MixedPrecisionPolicy, estimate, plan, predict, sweep
+from by_keywords import estimate, plan, predict, predict_planned, sweep
+from fsdp2 import Kernels, MixedPrecisionPolicy
 from fsdp2.planning.trace.checkpointing import apply_checkpointing
 from fsdp2.planning.trace.compiled import FUSED, Program
 from fsdp2.planning.trace.events import Compute, Operation, StartOfBackward, StepTrace
@@ -325,11 +326,7 @@ def test_every_public_call_takes_it() -> None:
     chosen = plan(
         Model(), tokens, "h100", 8, strategy="full", checkpoint="none", compiled=True, **options
     )
-    again = predict(
-        Model(), tokens, "h100", chosen.mesh_shape, compiled=True, loss_fn=loss_of,
-        activation_checkpointing="none", **chosen.kwargs,
-    )  # fmt: skip
-    assert again.seconds == chosen.step.seconds
+    assert predict_planned(chosen).seconds == chosen.step.seconds
 
 
 class Inner(nn.Module):

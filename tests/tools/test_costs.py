@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fsdp2 import Estimate, estimate, plan, register_cost
+from by_keywords import estimate, plan
+from fsdp2 import Estimate, register_cost
 from fsdp2.planning.trace import op_costs
 from fsdp2.planning.trace.meter import StorageMeter
 

@@ -47,9 +47,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Blocks of Python that are not run on one rank, by a line of theirs.
 NOT_RUN = {
     "import torch.distributed as dist": "the first script: it has a test of its own",
-    "tensor_ranks=[1, 2, 4, 8]": "it makes a process group, and the pages run in one",
-    "context_ranks=[1, 2, 4, 8]": "the same",
-    "pipeline_ranks=[1, 2, 4, 8]": "its stages are of a model that the reader has",
+    '"tensor_ranks": [1, 2, 4, 8]': "it makes a process group, and the pages run in one",
+    '"context_ranks": [1, 2, 4, 8]': "the same",
+    '"pipeline_ranks": [1, 2, 4, 8]': "its stages are of a model that the reader has",
     "@distributed(2, 3)": "a test, as tests are written; it needs the harness",
 }
 

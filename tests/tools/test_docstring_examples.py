@@ -46,7 +46,9 @@ PUBLIC = (fsdp2.testing, fsdp2.checkpoint, fsdp2)
 # Makes a default group of its own.
 WITHOUT_GROUP = {"simulated_mesh"}
 # What is called on a model that is not sharded yet, beside what calls a function of these names.
-PREDICTS = {"plan", "estimate", "predict", "sweep", "training_cost"}
+PREDICTS = {
+    *("plan", "estimate", "predict", "sweep", "training_cost", "Workload", "Sharding", "Cluster"),
+}
 SHARDS_ITSELF = {"units_of", "recording", "set_keep_frozen_gathered"} | PREDICTS
 # So do these; or they want a model that is not sharded.
 SHARDING = ("fully_shard(", "shard_model(", "replicate(", "sweep(")

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks import models as benchmark_models
 from benchmarks.estimate import MAIN, MORE, Case, measure, predict
-from fsdp2 import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, estimate, explain
+from by_keywords import estimate
+from fsdp2 import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, explain
 from fsdp2.planning import Estimate
 from fsdp2.planning.trace.account import Account, Held
 from fsdp2.planning.trace.events import Gradient

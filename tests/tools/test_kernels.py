@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from fsdp2 import Kernels, MixedPrecisionPolicy, estimate, plan
+from by_keywords import estimate, plan
+from fsdp2 import Kernels, MixedPrecisionPolicy
 from fsdp2.planning.trace.events import Compute, StepTrace
 from fsdp2.planning.trace.tracing import trace_step
 

@@ -21,8 +21,8 @@ from harness import run_on
 if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: torch does not plan", allow_module_level=True)
 
+from by_keywords import make_setup, plan
 from example_runs import environment, free_port
-from fsdp2 import plan
 from fsdp2.cli.main import main
 from fsdp2.planning import PRESETS, Hardware, Simulator, find_hardware, measure, write_hardware
 from fsdp2.planning.hardware.curves import curve, rate_at, rising, seconds_at
@@ -32,7 +32,6 @@ from fsdp2.planning.hardware.timed import OperatorTimes, Timed, tables, two_cons
 from fsdp2.planning.hardware.workloads import _training
 from fsdp2.planning.outcomes import bound_sentence
 from fsdp2.planning.replay.device import Transfer
-from fsdp2.planning.replay.setups import make_setup
 from fsdp2.planning.simulation.costs import operation_s, transfer_cost
 from fsdp2.planning.trace.events import Operation
 from fsdp2.planning.trace.tracing import trace_step

@@ -11,14 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp2 import CommPolicy, MixedPrecisionPolicy, Plan, plan, units_of
+from by_keywords import make_setup, plan
+from fsdp2 import CommPolicy, MixedPrecisionPolicy, Plan, units_of
 from fsdp2.planning import Hardware, SimulatedStep, Simulator, find_hardware
-from fsdp2.planning.candidates import meshes_of, wraps_of
-from fsdp2.planning.estimating import default_checkpoint_modules
+from fsdp2.planning.choices import meshes_of
 from fsdp2.planning.replay.device import Transfer
-from fsdp2.planning.replay.setups import make_setup
 from fsdp2.planning.trace.events import StepTrace
 from fsdp2.planning.trace.tracing import trace_step
+from fsdp2.planning.traces import wraps_of
+from fsdp2.planning.workload import default_checkpoint_modules
 from fsdp2.runtime.unit import unit_of
 from harness import distributed
 
@@ -257,7 +258,7 @@ def test_less_memory_is_respected_and_never_faster(free: Plan) -> None:
     tight = planned(memory_budget=1.02 * least)
     assert tight.step.needed_bytes <= 1.02 * least
     assert tight.step.seconds >= free.step.seconds * 0.999
-    assert tight.activation_checkpointing != "none"
+    assert tight.candidate.checkpointing != "none"
     with pytest.raises(ValueError, match=r"Nothing fits into .* the minimum is"):
         planned(memory_budget=0.5 * least, activation_checkpointing=("full",))
 
@@ -301,7 +302,7 @@ def test_memory_decides_where_gradients_are_summed() -> None:
     options: Any = {"activation_checkpointing": ("none",), "micro_batches": 4, "wrap": "auto"}
     slow = replace(H100, network_bandwidth=20e9)
     free = planned(slow, **options)
-    assert free.accumulation == "unsharded"
+    assert free.candidate.accumulation == "unsharded"
     assert "Accumulation   unsharded" in str(free)
     by_kind = {
         kind: min(o.needed_bytes for o in free.outcomes if o.candidate.accumulation == kind)
@@ -309,11 +310,11 @@ def test_memory_decides_where_gradients_are_summed() -> None:
     }
     assert by_kind["sharded"] < by_kind["unsharded"]
     tight = planned(slow, memory_budget=by_kind["unsharded"] - 1, **options)
-    assert tight.accumulation == "sharded"
+    assert tight.candidate.accumulation == "sharded"
     assert tight.chosen.seconds > free.chosen.seconds
     assert "Accumulation: sharded; unsharded needs" in str(tight)
     assert tight.to_dict()["accumulation"] == "sharded"
-    assert planned(activation_checkpointing=("none",)).accumulation is None
+    assert planned(activation_checkpointing=("none",)).candidate.accumulation is None
     alone = planned(slow, **options, accumulation=("every",))
     assert {o.candidate.accumulation for o in alone.outcomes} == {"every"}
 
@@ -350,7 +351,6 @@ def test_more_ranks_than_anybody_has() -> None:
         ({"num_ranks": 2.0}, TypeError, "must be an int"),
         ({"activation_checkpointing": ("all",)}, ValueError, "got 'all'"),
         ({"micro_batches": 0}, ValueError, "micro_batches must be at least 1, got 0"),
-        ({"accumulation": "sharded"}, TypeError, "accumulation must be a sequence"),
         ({"accumulation": ("some",)}, ValueError, "accumulation must be one of"),
         ({"micro_batches": 1.5}, TypeError, "micro_batches must be an int, got 1.5"),
         ({"max_gathered_bytes": 0}, ValueError, "max_gathered_bytes must be at least 1, got 0"),
@@ -406,16 +406,20 @@ def test_a_plan_is_applied(wrap: str, reshard: int | None) -> None:
     model, plain = Model(16, 4, 32), Model(16, 4, 32)
     plain.load_state_dict(model.state_dict())
     shape = torch.zeros(2, 6, dtype=torch.long)
-    made = plan(model, shape, "cpu", 4, activation_checkpointing=("none",))
-    made.activation_checkpointing = "full"
-    made.checkpoint_modules = [f"blocks.{i}" for i in range(4)]
-    made.kwargs["reshard_after_forward"] = reshard
-    made.accumulation = "sharded" if wrap == "pairs" else None
-    if wrap == "pairs":
-        made.kwargs["wrap"] = [("blocks.0", "blocks.1"), ("blocks.2", "blocks.3")]
+    chosen = plan(model, shape, "cpu", 4, activation_checkpointing=("none",))
+    accumulation = "sharded" if wrap == "pairs" else "unsharded"
+    units: Any = [("blocks.0", "blocks.1"), ("blocks.2", "blocks.3")] if wrap == "pairs" else "auto"
+    made = replace(
+        chosen,
+        workload=replace(
+            chosen.workload, activation_checkpointing="full", accumulation=accumulation
+        ),
+        sharding=replace(chosen.sharding, reshard_after_forward=reshard, wrap=units),
+        checkpoint_modules=[f"blocks.{i}" for i in range(4)],
+    )
     made.apply(model, made.make_mesh("cpu"))
     batch = torch.arange(12).view(2, 6) + dist.get_rank()
-    if made.accumulation is not None:
+    if wrap == "pairs":
         assert unit_of(model).config.accumulate_sharded
         with model.no_sync():
             model(batch).sum().backward()

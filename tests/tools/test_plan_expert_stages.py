@@ -17,9 +17,9 @@ if harness.RUNS_ON_TORCH:
 from test_predict_expert_stages import BF16, H100, Experts, Model, on_meta, renamed
 from test_predict_pipeline import batch, split
 
-from fsdp2 import Plan, plan, predict, sweep
+from by_keywords import SEARCHED, plan, predict, predict_planned, sweep
+from fsdp2 import Plan
 from fsdp2.planning import Hardware
-from fsdp2.planning.candidates import SEARCHED
 
 SIZES = {"width": 512, "num_blocks": 8, "num_experts": 32}
 MICRO_BATCHES = 8
@@ -57,7 +57,7 @@ def chosen() -> Plan:
 
 def test_it_is_the_fastest_of_all_combinations(chosen: Plan) -> None:
     """Over a slow network, a stage has the ranks of a node, and so have the experts."""
-    assert (chosen.pipeline_ranks, chosen.expert_ranks) == (4, 8)
+    assert (chosen.pipeline_ranks, chosen.candidate.expert_ranks) == (4, 8)
     table = sweep(
         model(), batch(1, 512), slow_network(), 32, pipeline_ranks=[1, 2, 4],
         expert_ranks=[4, 8, 16], **COMMON,
@@ -88,17 +88,12 @@ def test_expert_ranks_are_chosen_again_for_what_is_gathered_once(ranks: int, len
     assert seconds[16, "default"] < seconds[8, "default"]
     assert seconds[8, False] < seconds[16, False]
     made = planned(**given, length=length, reshard_after_forward=SEARCHED, strategy=None)
-    assert made.expert_ranks == 8
+    assert made.candidate.expert_ranks == 8
     assert made.chosen.seconds <= seconds[8, False]
 
 
 def test_it_is_what_predict_says_of_the_same_configuration(chosen: Plan) -> None:
-    same = predict(
-        model(), batch(1, 512), slow_network(), chosen.mesh_shape, **{**COMMON, **chosen.kwargs},
-        accumulation=chosen.accumulation, pipeline_ranks=chosen.pipeline_ranks,
-        schedule=chosen.schedule, stages_per_rank=chosen.stages_per_rank,
-        expert_ranks=chosen.expert_ranks,
-    )  # fmt: skip
+    same = predict_planned(chosen)
     assert (same.seconds, same.bubble_s, same.range, same.stages) == (
         chosen.chosen.seconds, chosen.bubble_s, chosen.range, chosen.stages,
     )  # fmt: skip
@@ -152,11 +147,11 @@ def test_all_that_is_searched_by_itself(chosen: Plan) -> None:
         expert_ranks=None, pipeline_ranks=None, schedule=["1F1B", "InterleavedZeroBubble"],
         strategy=None, wrap=None,
     )  # fmt: skip
-    assert {o.candidate.degrees.pipeline for o in made.outcomes} > {1}
+    assert {o.candidate.pipeline_ranks for o in made.outcomes} > {1}
     for outcome in made.outcomes:
-        degrees = outcome.candidate.degrees
-        assert degrees.experts in (8, 16, 32)
-        assert 32 // degrees.pipeline % degrees.experts == 0
+        experts = outcome.candidate.expert_ranks
+        assert experts in (8, 16, 32)
+        assert 32 // (outcome.candidate.pipeline_ranks or 1) % experts == 0
     assert not [reason for reason in made.reasons if "expert_ranks" in reason]  # none is left out
     assert made.chosen.paced_s <= chosen.chosen.paced_s
 
@@ -167,14 +162,14 @@ def test_memory_decides_about_expert_ranks() -> None:
     local, spread = (planned(expert_ranks=n, **given).chosen.needed_bytes for n in (2, 8))
     assert spread < local
     tight = planned(expert_ranks=[2, 8], memory_budget=(spread + local) // 2, **given)
-    assert tight.expert_ranks == 8
+    assert tight.candidate.expert_ranks == 8
     with pytest.raises(ValueError, match=r"Nothing fits .*experts over 8, pipeline over 2"):
         planned(expert_ranks=[2, 8], memory_budget=spread // 2, **given)
 
 
 def test_a_pipeline_whose_stages_have_too_few_ranks_is_left_out() -> None:
     made = planned(expert_ranks=[16], pipeline_ranks=[2, 4])
-    assert {o.candidate.degrees.pipeline for o in made.outcomes} == {2}
+    assert {o.candidate.pipeline_ranks for o in made.outcomes} == {2}
     told = (
         "Pipeline over 4 ranks is left out: a stage has 8 ranks, and no number of expert_ranks "
         "divides these"
@@ -185,7 +180,7 @@ def test_a_pipeline_whose_stages_have_too_few_ranks_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"expert_ranks": []}, "expert_ranks is empty"),
+        ({"expert_ranks": []}, "expert_ranks is an empty list"),
         ({"expert_ranks": [3]}, "expert_ranks=3 must divide num_ranks=32"),
         (
             {"expert_ranks": [16], "pipeline_ranks": 4},

@@ -15,7 +15,8 @@ if harness.RUNS_ON_TORCH:
 
 from test_plan import BF16, on_meta, tokens
 
-from fsdp2 import Plan, plan, predict
+from by_keywords import plan, predict
+from fsdp2 import Plan
 from fsdp2.planning import find_hardware
 from fsdp2.planning.ranges import MOST_COMPARED
 from fsdp2.planning.replay.replay import Player

@@ -13,7 +13,7 @@ import harness
 if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: torch does not plan", allow_module_level=True)
 
-from fsdp2 import plan
+from by_keywords import plan
 from fsdp2.planning import find_hardware
 from fsdp2.planning.simulation.costs import stragglers_s
 from models import LinearBlocks

@@ -22,17 +22,14 @@ if harness.RUNS_ON_TORCH:
 
 from test_predict_pipeline import Even, Model, Stage, even_stages, on_meta, split
 
-from fsdp2 import MixedPrecisionPolicy, Plan, StateOffload, plan, predict
+from by_keywords import Stages, make_setup, plan, predict, predict_planned
+from fsdp2 import MixedPrecisionPolicy, Plan, StateOffload
 from fsdp2.cli.main import main
 from fsdp2.planning import Hardware, Simulator, find_hardware, searching
-from fsdp2.planning.candidates import Pipeline
-from fsdp2.planning.model_steps import ModelSteps
 from fsdp2.planning.replay.pipeline import Part
 from fsdp2.planning.replay.schedules import SPLIT
-from fsdp2.planning.replay.setups import make_setup
 from fsdp2.planning.simulation.pipeline_estimates import estimate_pipeline, stages_alone
 from fsdp2.planning.simulation.pipeline_times import replay_pipeline, simulate_pipeline
-from fsdp2.planning.trace.trace_options import TraceOptions
 from harness import distributed
 
 H100 = find_hardware("h100")
@@ -76,8 +73,8 @@ def test_a_slow_network_makes_it_a_pipeline(piped: Plan) -> None:
 def test_within_a_node_it_is_none() -> None:
     """Sums of gradients are hidden there, and the bubble would not be."""
     made = planned(H100, 8, sample=tokens(64))
-    assert (made.pipeline_ranks, made.schedule, made.stages) == (1, None, [])
-    simulated = [o for o in made.outcomes if o.candidate.degrees.pipeline > 1]
+    assert (made.pipeline_ranks, made.candidate.schedule, made.stages) == (1, None, [])
+    simulated = [o for o in made.outcomes if o.candidate.is_pipeline]
     assert simulated
     fastest = min(simulated, key=lambda o: o.paced_s)
     if fastest.paced_s < made.chosen.paced_s * 0.995:  # less than is known of the hardware
@@ -87,13 +84,7 @@ def test_within_a_node_it_is_none() -> None:
 
 
 def test_it_is_what_predict_says_of_the_same_configuration(piped: Plan) -> None:
-    same = predict(
-        on_meta(Even, width=1024), tokens(), slow_network(), piped.mesh_shape,
-        micro_batches=MICRO_BATCHES, split_stages=even_stages, accumulation=piped.accumulation,
-        activation_checkpointing=piped.activation_checkpointing,
-        pipeline_ranks=piped.pipeline_ranks, schedule=piped.schedule,
-        stages_per_rank=piped.stages_per_rank, **piped.kwargs,
-    )  # fmt: skip
+    same = predict_planned(piped)
     assert (same.seconds, same.bubble_s, same.range) == (
         piped.chosen.seconds, piped.bubble_s, piped.range,
     )  # fmt: skip
@@ -105,12 +96,15 @@ def test_it_is_what_predict_says_of_the_same_configuration(piped: Plan) -> None:
 
 def test_what_the_plan_says(piped: Plan, tmp_path: Path) -> None:
     text = str(piped)
-    assert f"over {piped.pipeline_ranks} ranks ({piped.schedule}" in text
+    assert f"over {piped.pipeline_ranks} ranks ({piped.candidate.schedule}" in text
     assert "of waiting for other stages; allocated by rank: " in text
     assert "Pipeline: over" in text
     assert "none is" in text
     data = json.loads(json.dumps(piped.to_dict()))
-    assert (data["pipeline_ranks"], data["schedule"]) == (piped.pipeline_ranks, piped.schedule)
+    assert (data["pipeline_ranks"], data["schedule"]) == (
+        piped.pipeline_ranks,
+        piped.candidate.schedule,
+    )
     assert (data["num_ranks"], data["stages"]) == (32, piped.stages)
     found = {outcome["pipeline_ranks"] for outcome in data["outcomes"]}
     assert found >= {1, piped.pipeline_ranks}
@@ -142,7 +136,7 @@ def test_estimates_from_stages_alone_are_near_simulations(searches: list[Any]) -
     for each, search in zip(plans, searches, strict=True):
         checked = 0
         for outcome in each.outcomes:
-            if outcome.candidate.degrees.pipeline > 1:
+            if outcome.candidate.is_pipeline:
                 estimate = search.estimates[outcome.candidate]
                 assert estimate.seconds == pytest.approx(outcome.seconds, rel=0.05)
                 assert estimate.needed_bytes == pytest.approx(outcome.needed_bytes, rel=0.08)
@@ -169,7 +163,7 @@ def test_an_estimate_of_each_schedule_is_near_its_simulation(
     schedule: str, strategy: str, mesh: Any, reshard: bool | None, accumulation: str
 ) -> None:
     """Gathers, reductions and sums are small beside kernels nowhere here: each must be counted."""
-    pipeline = Pipeline(schedule, 1 if schedule in ("1F1B", "GPipe") else 2)
+    pipeline = (schedule, 1 if schedule in ("1F1B", "GPipe") else 2)
     queues = accumulation == "sharded" and strategy != "none"
     time = 0.03 if not queues else QUEUES if schedule in SPLIT else 0.15
     how = {"reshard_after_forward": reshard, "accumulation": accumulation}
@@ -177,8 +171,8 @@ def test_an_estimate_of_each_schedule_is_near_its_simulation(
 
 
 def near(
-    steps: ModelSteps,
-    pipeline: Pipeline,
+    steps: Stages,
+    pipeline: tuple[str, int],
     strategy: str,
     mesh: Any = 8,
     *,
@@ -187,10 +181,10 @@ def near(
     **how: Any,
 ) -> None:
     """An estimate is as near its simulation."""
-    simulator, schedule = Simulator(H100), pipeline.schedule
+    simulator, schedule = Simulator(H100), pipeline[0]
     parts = parts_over_four(steps, pipeline, mesh, strategy=strategy, **how)
     alone = stages_alone(simulator, parts, schedule)
-    estimate = estimate_pipeline(simulator, parts, pipeline, alone)
+    estimate = estimate_pipeline(simulator, parts, schedule, alone)
     replays = replay_pipeline(simulator, parts, schedule)
     simulated = simulate_pipeline(simulator, parts, schedule, replays)
     assert estimate.seconds == pytest.approx(max(s.seconds for s in simulated), rel=time)
@@ -201,30 +195,28 @@ def near(
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "LoopedBFS"])
 def test_an_estimate_of_different_stages_on_a_rank(schedule: str) -> None:
     """Of four, one has the embedding, or the head: no rank has more than one of these."""
-    made = ModelSteps(
+    made = Stages(
         on_meta(Model, width=1024, num_blocks=16, vocabulary=32000),
         torch.zeros(1, 2048, dtype=torch.long, device="meta"),
-        TraceOptions(mp_policy=BF16), split_stages=split, wrap="auto",
+        split_stages=split, mp_policy=BF16,
     )  # fmt: skip
     # Estimates take from the peak of each stage alone what the rank holds briefly, and the peaks of
     # these stages are not at the same moment of a step: 4 to 6 % less than simulated.
-    near(made, Pipeline(schedule, 4), "none", time=0.02, memory=0.06)
+    near(made, (schedule, 4), "none", time=0.02, memory=0.06)
 
 
 def test_an_estimate_knows_which_stages_are_gathered() -> None:
     """Of four on a rank, schedules free one before the next is gathered."""
     few = torch.empty(1, 4, 2048, device="meta", requires_grad=True)
-    made = ModelSteps(
-        on_meta(Even, width=2048, num_blocks=16), few, TraceOptions(mp_policy=BF16),
-        split_stages=even_stages, wrap="auto",
-    )  # fmt: skip
-    near(made, Pipeline("LoopedBFS", 4), "grad", time=0.05, memory=0.07)
+    model = on_meta(Even, width=2048, num_blocks=16)
+    made = Stages(model, few, split_stages=even_stages, mp_policy=BF16)
+    near(made, ("LoopedBFS", 4), "grad", time=0.05, memory=0.07)
 
 
-def parts_over_four(steps: ModelSteps, pipeline: Pipeline, mesh: Any, **how: Any) -> list[Part]:
+def parts_over_four(steps: Stages, pipeline: tuple[str, int], mesh: Any, **how: Any) -> list[Part]:
     """The stages of a pipeline over four ranks with 16 micro-batches."""
-    splits = pipeline.schedule in SPLIT
-    made = steps.get(4 * pipeline.stages_per_rank, "none", splits_backward=splits)
+    schedule, stages_per_rank = pipeline
+    made = steps.get(4 * stages_per_rank, splits_backward=schedule in SPLIT)
     how |= {"mp_policy": BF16, "pipeline_ranks": 4, "micro_batches": 16}
     return [
         Part(i, stage.trace, make_setup(stage.units, mesh, **how), stage.split)
@@ -233,11 +225,9 @@ def parts_over_four(steps: ModelSteps, pipeline: Pipeline, mesh: Any, **how: Any
 
 
 @cache
-def traced_even() -> ModelSteps:
-    return ModelSteps(
-        on_meta(Even, width=1024, num_blocks=16), tokens(), TraceOptions(mp_policy=BF16),
-        split_stages=even_stages, wrap="auto",
-    )  # fmt: skip
+def traced_even() -> Stages:
+    model = on_meta(Even, width=1024, num_blocks=16)
+    return Stages(model, tokens(), split_stages=even_stages, mp_policy=BF16)
 
 
 def test_where_estimates_say_too_little_others_are_tried(searches: list[Any]) -> None:
@@ -260,14 +250,14 @@ def test_fixed_choices_and_what_is_left_out() -> None:
         strategy="full",
     )
     assert made.pipeline_ranks == 4
-    assert made.kwargs["strategy"] == "full"
-    assert {o.candidate.degrees.pipeline for o in made.outcomes} == {4}
+    assert made.sharding.strategy == "full"
+    assert {o.candidate.pipeline_ranks for o in made.outcomes} == {4}
     assert any(
         reason.startswith("Pipeline over 16 ranks (1F1B) is left out: schedule='1F1B' needs")
         for reason in made.reasons
     )
     mesh = planned(slow_network(), pipeline_ranks=2, mesh_shape=(2, 8))
-    assert (mesh.mesh_shape, mesh.kwargs["strategy"]) == ((2, 8), "hybrid")
+    assert (mesh.mesh_shape, mesh.sharding.strategy) == ((2, 8), "hybrid")
 
 
 def test_the_number_of_samples_limits_it() -> None:
@@ -280,11 +270,11 @@ def test_memory_decides_about_the_schedule() -> None:
     free = planned(slow_network(), pipeline_ranks=4, schedule="GPipe")
     both = planned(
         slow_network(), pipeline_ranks=4, schedule=["GPipe", "1F1B"],
-        memory_budget=free.chosen.needed_bytes - 1, strategy=free.kwargs["strategy"],
-        accumulation=(free.accumulation or "unsharded",), wrap=free.kwargs["wrap"],
-        reshard_after_forward=free.kwargs["reshard_after_forward"],
+        memory_budget=free.chosen.needed_bytes - 1, strategy=free.sharding.strategy,
+        accumulation=(free.workload.accumulation,), wrap=free.sharding.wrap,
+        reshard_after_forward=free.sharding.reshard_after_forward,
     )  # fmt: skip
-    assert both.schedule == "1F1B"
+    assert both.workload.schedule == "1F1B"
     assert both.chosen.needed_bytes < free.chosen.needed_bytes
 
 
@@ -294,9 +284,9 @@ def test_memory_decides_about_the_schedule() -> None:
         ({"split_stages": None, "pipeline_ranks": 2}, "pipeline_ranks=2 needs split_stages="),
         ({"pipeline_ranks": 3}, "pipeline_ranks=3 must divide num_ranks=32"),
         ({"pipeline_ranks": 0}, "pipeline_ranks must be at least 1"),
-        ({"pipeline_ranks": []}, "pipeline_ranks is empty"),
+        ({"pipeline_ranks": []}, "pipeline_ranks is an empty list"),
         ({"schedule": "1f1b"}, "schedule must be one of .*did you mean '1F1B'"),
-        ({"schedule": "GPipe", "stages_per_rank": 2}, "stages_per_rank=2 goes with none"),
+        ({"schedule": "GPipe", "stages_per_rank": 2}, r"stages_per_rank=\[2\] goes with none"),
         ({"stages_per_rank": 0}, "stages_per_rank must be at least 1"),
         ({"accumulation": ("every",)}, "do not reduce gradients in every micro-batch"),
         ({"max_saved_bytes": 0}, "max_saved_bytes does not go together with pipeline_ranks=2"),

@@ -16,7 +16,8 @@ import harness
 if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: torch does not predict", allow_module_level=True)
 
-from fsdp2 import MixedPrecisionPolicy, plan, predict, sweep
+from by_keywords import plan, predict, sweep
+from fsdp2 import MixedPrecisionPolicy
 from fsdp2.planning import Hardware, find_hardware
 from fsdp2.planning.candidates import Candidate
 from fsdp2.planning.outcomes import Outcome

@@ -18,7 +18,8 @@ import harness
 if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: torch does not plan", allow_module_level=True)
 
-from fsdp2 import Plan, plan, split_batch
+from by_keywords import plan
+from fsdp2 import Plan, split_batch
 from fsdp2.cli.main import main
 from fsdp2.planning import find_hardware
 

@@ -17,7 +17,17 @@ import harness
 if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: torch does not predict", allow_module_level=True)
 
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, Plan, Prediction, plan, predict, sweep
+import fsdp2
+from by_keywords import plan, predict, sweep
+from fsdp2 import (
+    Cluster,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    Plan,
+    Prediction,
+    Sharding,
+    Workload,
+)
 from fsdp2.cli.main import main
 from fsdp2.planning import find_hardware
 from fsdp2.planning import traces as traces_module
@@ -268,12 +278,73 @@ def test_masks_and_other_tensors_of_a_sweep() -> None:
         ({"samples": [0]}, ValueError, "samples must be at least 1"),
         ({"context": "512"}, TypeError, "context must be an int"),
         ({"strategy": ["full", "hybrids"]}, ValueError, "did you mean 'hybrid'"),
-        ({"memory_budgt": 1}, TypeError, "did you mean 'memory_budget'"),
     ],
 )
 def test_bad_sweeps(options: dict[str, Any], error: type, match: str) -> None:
     with pytest.raises(error, match=match):
         sweep(on_meta(), batch(), H100, options.pop("num_ranks", 8), **options)
+
+
+@pytest.mark.parametrize(
+    ("over", "error", "match"),
+    [
+        ({"prefetc": [1, 2]}, TypeError, "sweep has no 'prefetc' .* did you mean 'prefetch'"),
+        ({"loss_fn": [None]}, TypeError, "sweep has no 'loss_fn' to choose in over"),
+        ({"prefetch": 2}, TypeError, "over: prefetch must be a list of values, got 2"),
+        ({"prefetch": []}, ValueError, "over: prefetch is an empty list"),
+        ({"micro_batches": [2, 0]}, ValueError, "micro_batches must be at least 1, got 0"),
+    ],
+)
+def test_fields_that_cannot_be_varied(over: Any, error: type, match: str) -> None:
+    workload = Workload(on_meta(), batch())
+    with pytest.raises(error, match=match):
+        fsdp2.sweep(workload, Sharding(), Cluster(H100, 8), over)
+
+
+def test_limits_policies_and_units_can_be_varied() -> None:
+    """A step is traced once: none of them changes it."""
+    over = {"wrap": ["auto", "root"], "replicate_below": [0, 10_000], "memory_budget": [1e6, 1e12]}
+    made = fsdp2.sweep(Workload(on_meta(), batch()), Sharding(), Cluster(H100, 8), over)
+    assert made.num_traced == 1
+    assert [p.fits for p in made.predictions] == [False, True] * 4
+    alone = fsdp2.predict(
+        Workload(on_meta(), batch()),
+        Sharding(wrap="root", replicate_below=10_000),
+        Cluster(H100, 8),
+    )
+    assert made.predictions[-1].seconds == alone.seconds != made.predictions[0].seconds
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({}, ValueError, "either num_ranks or mesh, got num_ranks=None and mesh=None"),
+        ({"num_ranks": 8, "mesh": (2, 4)}, ValueError, "either num_ranks or mesh"),
+        ({"num_ranks": 12}, ValueError, "a multiple of the 8 GPUs"),
+        ({"num_ranks": "8"}, TypeError, "num_ranks must be an int, got '8'"),
+        ({"mesh": (2, 2, 2)}, ValueError, r"mesh must be ranks or \(replicas, shards\)"),
+        ({"num_ranks": 8, "memory_budget": "all"}, TypeError, "memory_budget must be a number"),
+    ],
+)
+def test_clusters_that_cannot_be(options: Any, error: type, match: str) -> None:
+    with pytest.raises(error, match=match):
+        Cluster("h100", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"model": None}, TypeError, "model must be an nn.Module, got None"),
+        ({"samples": 0}, ValueError, "samples must be at least 1"),
+        ({"micro_batches": 1.5}, TypeError, "micro_batches must be an int"),
+        ({"accumulation": "shard"}, ValueError, "accumulation must be .*did you mean 'sharded'"),
+        ({"unknown_costs": "no"}, ValueError, "unknown_costs must be one of"),
+        ({"offload_optimizer": "cpu"}, TypeError, "offload_optimizer must be a StateOffload"),
+    ],
+)
+def test_workloads_that_cannot_be(options: Any, error: type, match: str) -> None:
+    with pytest.raises(error, match=match):
+        Workload(**{"model": on_meta(), "sample_input": batch(), **options})
 
 
 # -- a plan in which something is fixed ----------------------------------------------------------
@@ -312,9 +383,27 @@ def test_what_is_fixed_is_kept_and_the_rest_searched(fixed: Any, expected: Any) 
     assert varied
     assert "wrap" in varied or "wrap" in fixed
     if "wrap" in fixed:
-        assert made.kwargs["wrap"] == fixed["wrap"]
+        assert made.sharding.wrap == fixed["wrap"]
     kept = {"strategy", "prefetch", "reshard_after_forward"} & set(fixed)
-    assert {name: made.kwargs[name] for name in kept} == {name: fixed[name] for name in kept}
+    assert {name: getattr(made.sharding, name) for name in kept} == {
+        name: fixed[name] for name in kept
+    }
+
+
+def test_what_is_not_a_default_is_fixed_and_over_has_choices() -> None:
+    workload = Workload(on_meta(), batch(), activation_checkpointing="full")
+    over = {"strategy": ["full", "grad"], "wrap": ["auto"], "reshard_after_forward": [None, 16]}
+    made = fsdp2.plan(workload, Cluster(H100, 64), Sharding(prefetch=2), over=over)
+    found = [o.candidate for o in made.outcomes]
+    assert {c.checkpointing for c in found} == {"full"}
+    assert {c.prefetch for c in found} == {2}
+    assert {c.strategy for c in found} == {"full", "grad"}
+    assert {c.reshard for c in found} == {None, 16}
+    assert made.sharding.strategy == made.candidate.strategy
+    mesh = fsdp2.plan(workload, Cluster(H100, mesh=(4, 16)), over={"wrap": ["auto"]})
+    assert {o.candidate.mesh for o in mesh.outcomes} == {(4, 16)}
+    with pytest.raises(TypeError, match=r"plan has no 'stratgy' .* did you mean 'strategy'"):
+        fsdp2.plan(workload, Cluster(H100, 8), over={"stratgy": ["full"]})
 
 
 def test_a_fixed_plan_is_the_best_of_the_free_one() -> None:
@@ -332,7 +421,7 @@ def test_a_fixed_plan_is_the_best_of_the_free_one() -> None:
     [
         ({"strategy": "hybird"}, ValueError, "did you mean 'hybrid'"),
         ({"wrap": "rot"}, ValueError, "did you mean 'root'"),
-        ({"checkpoint": "ful"}, ValueError, "checkpoint must be one of .* did you mean 'full'"),
+        ({"checkpoint": "ful"}, ValueError, "activation_checkpointing must be one of .*'full'"),
         ({"reshard_after_forward": "no"}, TypeError, "must be a bool, a number of ranks or None"),
         ({"reshard_after_forward": 7}, ValueError, "No mesh of 64 ranks goes with"),
         ({"mesh_shape": (4, 8)}, ValueError, "4 x 8 is not a mesh of num_ranks=64"),

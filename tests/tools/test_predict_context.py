@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ if harness.RUNS_ON_TORCH:
 
 from test_predict_tensor import parallelize
 
-from fsdp2 import MixedPrecisionPolicy, Plan, plan, predict, sweep
+from by_keywords import plan, predict, sweep
+from fsdp2 import MixedPrecisionPolicy, Plan
 from fsdp2.cli.main import main
 from fsdp2.planning import find_hardware
 from fsdp2.planning.replay.device import Transfer
@@ -463,11 +465,11 @@ def test_degrees_that_a_model_does_not_bear_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"context_ranks": []}, "context_ranks is empty"),
+        ({"context_ranks": []}, "context_ranks is an empty list"),
         ({"context_ranks": [3]}, "context_ranks=3 must divide num_ranks=8"),
         (
             {"context_ranks": [4], "mesh_shape": (4, 2)},
-            r"context_ranks=\[4\] must divide the last dim of mesh_shape 4 x 2",
+            r"context_ranks=\[4\] must divide the last dim of mesh 4 x 2",
         ),
         (
             {"context_ranks": [8], "tensor_ranks": [2], "parallelize": parallelize},
@@ -483,7 +485,7 @@ def test_bad_arguments_of_a_plan(options: dict[str, Any], match: str) -> None:
 @distributed(4)
 def test_a_plan_is_applied() -> None:
     made = plan(on_meta(), batch(), "cpu", 4, checkpoint="none", strategy="full")
-    made.context_ranks = 2
+    made = replace(made, context_ranks=2)
     mesh = made.make_mesh("cpu")
     assert (mesh.mesh_dim_names, mesh.shape) == (("data", "context"), (2, 2))
     torch.manual_seed(0)

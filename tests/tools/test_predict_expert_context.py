@@ -19,10 +19,10 @@ from test_predict_context import Sent, attend, batch
 from test_predict_expert_stages import BF16, H100, Mixture, Words, transfers
 from test_predict_pipeline import split
 
-from fsdp2 import MixedPrecisionPolicy, fully_shard, plan, predict, sweep
+from by_keywords import make_setup, plan, predict, predict_planned, sweep
+from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.experts import shard_experts
 from fsdp2.planning.replay.replay import replay
-from fsdp2.planning.replay.setups import make_setup
 from fsdp2.planning.simulation.loads import with_part_of_context
 from fsdp2.planning.tensor_parallel import parallel_copy
 from fsdp2.planning.trace.context import ContextParallel
@@ -212,12 +212,9 @@ def test_a_plan_chooses_both_and_is_what_predict_says() -> None:
     )  # fmt: skip
     assert {o.candidate.context_ranks for o in made.outcomes} == {2, 4}
     assert {o.candidate.expert_ranks for o in made.outcomes} == {8, 32}
-    same = predict(
-        on_meta(**SIZES), batch(1, 4096), H100, made.mesh_shape, **{**COMMON, **made.kwargs},
-        context_ranks=made.context_ranks, expert_ranks=made.expert_ranks,
-    )  # fmt: skip
+    same = predict_planned(made)
     assert (same.seconds, same.peak_bytes) == (made.chosen.seconds, made.chosen.peak_bytes)
-    over = f"over {made.expert_ranks} ranks"
+    over = f"over {made.candidate.expert_ranks} ranks"
     for told in ("Context parallel  over", f"2 modules, {over}", f"Experts: {over}"):
         assert told in str(made)
     with pytest.raises(ValueError, match=r"shard_experts .* with a mesh of \(ranks // "):

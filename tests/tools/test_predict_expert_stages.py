@@ -30,20 +30,18 @@ from test_predict_pipeline import Stage, batch, split
 from test_predict_schedules import MICRO_BATCHES, assert_same_traffic
 
 from benchmarks.ledger import Ledger
-from fsdp2 import MixedPrecisionPolicy, fully_shard, predict, sweep
+from by_keywords import Stages, make_setup, predict, sweep
+from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.cli.main import main
 from fsdp2.experts import TokenExchange, shard_experts
 from fsdp2.planning import find_hardware
-from fsdp2.planning.candidates import Degrees
 from fsdp2.planning.replay.device import Transfer
 from fsdp2.planning.replay.pipeline import Part, replay_rank
 from fsdp2.planning.replay.schedules import SPLIT, order_of, rank_of_stage
-from fsdp2.planning.replay.setups import make_setup
-from fsdp2.planning.staged_steps import StagedSteps, TracedStage
 from fsdp2.planning.trace.events import Exchange, StartOfBackward, StartOfWeights
 from fsdp2.planning.trace.expert_units import InnerTopology
 from fsdp2.planning.trace.paged_state import NOTHING
-from fsdp2.planning.trace.trace_options import TraceOptions
+from fsdp2.planning.traces import TracedStage
 from fsdp2.transports.host.topology import Ring
 from harness import cached_mesh, distributed
 from traffic import counting, noting_messages, noting_tokens
@@ -105,17 +103,15 @@ def on_meta(**sizes: Any) -> Model:
         return Model(**sizes)
 
 
-def steps_of(model: Any = None, trace: Any = None, **options: Any) -> StagedSteps:
+def steps_of(model: Any = None, **options: Any) -> Stages:
     given = {"split_stages": split, "wrap": [Dense, Mixture], "experts": Experts, **options}
-    options = {"mp_policy": MixedPrecisionPolicy(), **(trace or {})}
-    return StagedSteps(model or on_meta(), batch(), TraceOptions(**options), **given)
+    return Stages(model or on_meta(), batch(), **given)
 
 
 def stages_over(
-    steps: StagedSteps, num_stages: int, expert_ranks: int, *, splits_backward: bool = False
+    steps: Stages, num_stages: int, expert_ranks: int, *, splits_backward: bool = False
 ) -> list[TracedStage]:
-    degrees = Degrees(expert_ranks)
-    return steps.get(num_stages, "none", degrees=degrees, splits_backward=splits_backward)
+    return steps.get(num_stages, expert_ranks=expert_ranks, splits_backward=splits_backward)
 
 
 # -- stages ----------------------------------------------------------------------------------------
@@ -260,7 +256,7 @@ def replayed(schedule: str, expert_ranks: int, reshard: bool, rank: int) -> tupl
     """The same, as `predict` replays it; and the stages of the rank."""
     num_stages = 2 * LOOPED.get(schedule, 1)
     target = torch.zeros(32, dtype=torch.long)
-    steps = steps_of(trace={"device_type": "cpu", "loss_fn": lambda y: loss(y, target)})
+    steps = steps_of(device_type="cpu", loss_fn=lambda y: loss(y, target))
     stages = stages_over(steps, num_stages, expert_ranks, splits_backward=schedule in SPLIT)
     own = []
     for number, stage in enumerate(stages):

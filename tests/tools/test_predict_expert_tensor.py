@@ -36,20 +36,17 @@ from test_predict_tensor import Block as Attention
 from test_predict_tensor import plan_of
 
 from benchmarks.ledger import Ledger
-from fsdp2 import MixedPrecisionPolicy, fully_shard, plan, predict, sweep
+from by_keywords import Stages, make_setup, plan, predict, sweep
+from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.cli.main import main
 from fsdp2.experts import shard_experts
-from fsdp2.planning.candidates import Degrees
 from fsdp2.planning.replay.pipeline import Part, replay_rank
 from fsdp2.planning.replay.replay import replay
 from fsdp2.planning.replay.schedules import order_of
-from fsdp2.planning.replay.setups import make_setup
-from fsdp2.planning.staged_steps import StagedSteps
 from fsdp2.planning.tensor_parallel import parallel_copy
 from fsdp2.planning.trace.events import Exchange
 from fsdp2.planning.trace.expert_units import InnerTopology, with_experts
 from fsdp2.planning.trace.paged_state import NOTHING
-from fsdp2.planning.trace.trace_options import TraceOptions
 from fsdp2.planning.trace.tracing import trace_step
 from fsdp2.transports.host.topology import Ring
 from fsdp2.wrap import units_of
@@ -267,12 +264,11 @@ def of_pipeline(expert_ranks: int) -> tuple[Any, ...]:
 @pytest.mark.parametrize("expert_ranks", [1, 2])
 def test_a_pipeline_sends_what_was_predicted(expert_ranks: int) -> None:
     target = torch.zeros(2 * LENGTH, dtype=torch.long)
-    options = TraceOptions(device_type="cpu", loss_fn=lambda y: loss(y, target))
-    steps = StagedSteps(
-        on_meta(), batch(2, LENGTH), options, split_stages=split, wrap=[Block], experts=Experts,
-        parallelize=in_parts,
+    steps = Stages(
+        on_meta(), batch(2, LENGTH), "cpu", loss_fn=lambda y: loss(y, target), split_stages=split,
+        wrap=[Block], experts=Experts, parallelize=in_parts,
     )  # fmt: skip
-    stages = steps.get(2, "none", degrees=Degrees(expert_ranks, 2))
+    stages = steps.get(2, expert_ranks=expert_ranks, tensor_ranks=2)
     for rank, traffic, sent, exchanged in run_on(4, of_pipeline, expert_ranks):
         stage = stages[rank]
         setup = make_setup(
@@ -336,14 +332,14 @@ def test_a_plan_chooses_both_and_is_what_predict_says() -> None:
     assert {o.candidate.expert_ranks for o in made.outcomes} == {8, 32}
     table = sweep(on_meta(**SIZES), batch(1, 4096), slow, 64, **given)
     best = max(table.predictions, key=lambda p: p.samples_per_s or 0)
-    assert (made.tensor_ranks, made.expert_ranks) == (
+    assert (made.tensor_ranks, made.candidate.expert_ranks) == (
         best.tensor_ranks, best.choices["expert_ranks"],
     )  # fmt: skip
     assert (best.seconds, best.peak_bytes) == (made.chosen.seconds, made.chosen.peak_bytes)
     tried = {(o.candidate.tensor_ranks, o.candidate.expert_ranks) for o in made.outcomes}
     assert tried == {(t, e) for t in (1, 2, 4) for e in (8, 32)}
-    told = f"2 modules, over {made.expert_ranks} ranks"
-    for text in ("Tensor parallel", told, f"Experts: over {made.expert_ranks} ranks"):
+    told = f"2 modules, over {made.candidate.expert_ranks} ranks"
+    for text in ("Tensor parallel", told, f"Experts: over {made.candidate.expert_ranks} ranks"):
         assert text in str(made)
 
 

@@ -18,7 +18,8 @@ if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: torch does not predict", allow_module_level=True)
 
 from benchmarks.published_models import DeepSeek, deepseek_batch, next_token_loss
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, estimate, fully_shard, plan, predict
+from by_keywords import estimate, plan, predict, predict_planned
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fsdp2.experts import TokenExchange, local_experts, shard_experts
 from fsdp2.planning import find_hardware
 from fsdp2.planning.trace.events import Compute, Exchange
@@ -235,7 +236,7 @@ def test_experts_over_more_ranks_than_there_are_are_padding(tmp_path: Path) -> N
         **options,
     )
     assert made.chosen.fits
-    assert made.expert_ranks in (8, 64, 256)
+    assert made.candidate.expert_ranks in (8, 64, 256)
     assert {o.candidate.expert_ranks for o in made.outcomes} >= {8, 64, 256}
     for word in ("Experts", "over 256 ranks", "all-to-all"):
         assert word in str(made)
@@ -244,18 +245,8 @@ def test_experts_over_more_ranks_than_there_are_are_padding(tmp_path: Path) -> N
     with pytest.raises(ValueError, match="cannot be applied in one call: call shard_experts"):
         made.apply(model, None)
     # The prediction of it is the same, and padding is a figure of its own.
-    mode = made.activation_checkpointing
-    same = predict(
-        model,
-        batch,
-        H100,
-        2048,
-        experts="layers.*.experts",
-        expert_ranks=made.expert_ranks,
-        activation_checkpointing=mode,
-        loss_fn=next_token_loss,
-        **made.kwargs,
-    )
+    mode = made.candidate.checkpointing
+    same = predict_planned(made)
     assert (same.seconds, same.needed_bytes) == (made.chosen.seconds, made.chosen.needed_bytes)
     assert same.step.stream_s["all-to-all"] > 0
     flat = predict(

@@ -19,7 +19,8 @@ if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: torch does not predict", allow_module_level=True)
 
 import testdev
-from fsdp2 import Prediction, estimate, fully_shard, offload_activations, plan, predict, sweep
+from by_keywords import estimate, plan, predict, sweep
+from fsdp2 import Prediction, fully_shard, offload_activations
 from fsdp2.planning import find_hardware
 from fsdp2.planning.replay.device import Copy
 from fsdp2.planning.trace.events import HostCopy, StepTrace

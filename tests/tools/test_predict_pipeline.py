@@ -19,26 +19,16 @@ if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: torch does not predict", allow_module_level=True)
 
 from benchmarks.ledger import Ledger
-from fsdp2 import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    Prediction,
-    StateOffload,
-    fully_shard,
-    predict,
-    sweep,
-)
+from by_keywords import Stages, make_setup, predict, sweep
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, Prediction, StateOffload, fully_shard
 from fsdp2.cli.main import main
 from fsdp2.planning import Hardware, find_hardware
 from fsdp2.planning.replay.pipeline import Part, replay_rank
 from fsdp2.planning.replay.schedules import Action, actions_of
-from fsdp2.planning.replay.setups import make_setup
 from fsdp2.planning.simulation.pipeline_times import RankTimes, begins
-from fsdp2.planning.staged_steps import StagedSteps
 from fsdp2.planning.trace.events import Compute, StartOfBackward
 from fsdp2.planning.trace.expert_units import InnerTopology
 from fsdp2.planning.trace.paged_state import NOTHING
-from fsdp2.planning.trace.trace_options import TraceOptions
 from fsdp2.transports.host.topology import Ring
 from harness import cached_mesh, distributed
 from traffic import counting, noting_messages
@@ -213,12 +203,11 @@ def test_the_predicted_bubble(schedule: str, stages: int) -> None:
 def staged(
     num_stages: int, model: Any = None, how: Any = split, wrap: Any = "auto", **options: Any
 ) -> Any:
-    steps = StagedSteps(
-        model or on_meta(), options.pop("sample", batch()),
-        TraceOptions(**{"mp_policy": BF16, **options}), split_stages=how, wrap=wrap,
-        checkpoint_modules=None, parallelize=None, unknown_costs="error",
+    steps = Stages(
+        model or on_meta(), options.pop("sample", batch()), split_stages=how, wrap=wrap,
+        **{"mp_policy": BF16, **options},
     )  # fmt: skip
-    return steps.get(num_stages, "none"), steps
+    return steps.get(num_stages), steps
 
 
 def test_stages_are_parts_of_the_model() -> None:
@@ -460,7 +449,7 @@ def test_recomputation_and_resharding() -> None:
 def test_compiled_blocks_of_stages() -> None:
     """Also where a stage has one block: what `tanh` and the sum would be is fewer kernels."""
     _, steps = staged(4)
-    plain, compiled = (steps.get(4, "none", compiled=each) for each in (False, True))
+    plain, compiled = (steps.get(4, compiled=each) for each in (False, True))
     for one, other in zip(plain, compiled, strict=True):
         counts = [
             sum(len(e.operations) for e in stage.trace.events if isinstance(e, Compute))

@@ -15,9 +15,10 @@ import harness
 if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: torch does not predict", allow_module_level=True)
 
+from by_keywords import estimate
 from estimate_grammar import Configuration, sample
 from estimate_runs import differences, predict, run
-from fsdp2 import CommPolicy, MixedPrecisionPolicy, estimate, explain
+from fsdp2 import CommPolicy, MixedPrecisionPolicy, explain
 from harness import run_on
 from random_models import Layer
 

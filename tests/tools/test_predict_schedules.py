@@ -20,7 +20,8 @@ if harness.RUNS_ON_TORCH:
 from test_predict_pipeline import BF16, Block, Even, Model, even_stages, on_meta, split
 
 from benchmarks.ledger import Ledger
-from fsdp2 import MixedPrecisionPolicy, fully_shard, predict
+from by_keywords import Stages, make_setup, predict
+from fsdp2 import fully_shard
 from fsdp2.planning import SimulatedStep, Simulator, find_hardware
 from fsdp2.planning.replay.pipeline import Part, replay_rank
 from fsdp2.planning.replay.replay import Replay
@@ -32,7 +33,6 @@ from fsdp2.planning.replay.schedules import (
     order_of,
     rank_of_stage,
 )
-from fsdp2.planning.replay.setups import make_setup
 from fsdp2.planning.simulation.pipeline_times import (
     RankOfPipeline,
     RankTimes,
@@ -40,10 +40,8 @@ from fsdp2.planning.simulation.pipeline_times import (
     replay_pipeline,
     simulate_pipeline,
 )
-from fsdp2.planning.staged_steps import StagedSteps
 from fsdp2.planning.trace.events import Gradient
 from fsdp2.planning.trace.paged_state import NOTHING
-from fsdp2.planning.trace.trace_options import TraceOptions
 from harness import cached_mesh, distributed
 from traffic import Traffic, counting, noting_messages
 
@@ -88,15 +86,13 @@ def of_run(schedule: str, reshard: bool) -> tuple[Any, Any, list[int], int]:
 
 
 def parts_of(schedule: str, reshard: bool) -> list[Part]:
-    options = TraceOptions(
-        mp_policy=MixedPrecisionPolicy(),
-        device_type="cpu",
-        loss_fn=lambda y: F.cross_entropy(y.flatten(0, 1), torch.zeros(32, dtype=torch.long)),
-    )
     sample = torch.zeros(2, 16, dtype=torch.long, device="meta")
     model = on_meta(width=64, num_blocks=8)
-    steps = StagedSteps(model, sample, options, split_stages=split, wrap=Block)
-    stages = steps.get(4, "none", splits_backward=schedule in SPLIT)
+    steps = Stages(
+        model, sample, "cpu", split_stages=split, wrap=Block,
+        loss_fn=lambda y: F.cross_entropy(y.flatten(0, 1), torch.zeros(32, dtype=torch.long)),
+    )  # fmt: skip
+    stages = steps.get(4, splits_backward=schedule in SPLIT)
     return [
         Part(
             i,
@@ -272,17 +268,16 @@ def test_gathers_and_reductions_go_on_while_a_rank_waits(schedule: str) -> None:
     """Of stages whose gathers take as long as a few micro-batches: what all launches of all ranks
     together come to."""
     even = replace(find_hardware("h100"), jitter=0.0, launch_s=0.0, call_host_s=0.0)
-    options = TraceOptions(mp_policy=BF16)
     sample = torch.empty(1, 4096, 4096, device="meta", requires_grad=True)
     model = on_meta(Even, width=4096, num_blocks=16)
-    steps = StagedSteps(model, sample, options, split_stages=even_stages, wrap="auto")
+    steps = Stages(model, sample, split_stages=even_stages, mp_policy=BF16)
     parts = [
         Part(
             i,
             stage.trace,
             make_setup(stage.units, 16, mp_policy=BF16, pipeline_ranks=4, micro_batches=8),
         )
-        for i, stage in enumerate(steps.get(16, "none"))
+        for i, stage in enumerate(steps.get(16))
     ]
     simulator = Simulator(even, None)
     replays = replay_pipeline(simulator, parts, schedule)
@@ -302,10 +297,9 @@ SIZES = {"width": 1024, "num_blocks": 8, "vocabulary": 32000}
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_a_split_backward_computes_the_same(mode: str) -> None:
     """The FLOPs of its parts are those of the whole, but for what is recomputed for each part."""
-    options = TraceOptions(mp_policy=BF16)
     sample = torch.zeros(1, 256, dtype=torch.long, device="meta")
-    steps = StagedSteps(on_meta(**SIZES), sample, options, split_stages=split, wrap="auto")
-    for stage in steps.get(4, mode, splits_backward=True):
+    steps = Stages(on_meta(**SIZES), sample, split_stages=split, mp_policy=BF16)
+    for stage in steps.get(4, activation_checkpointing=mode, splits_backward=True):
         assert stage.split is not None
         if mode == "none":
             assert stage.split.flops == stage.trace.flops

@@ -19,21 +19,11 @@ if harness.RUNS_ON_TORCH:
 import testdev
 from benchmarks.estimate import Case, measure
 from benchmarks.estimate import predict as predict_case
-from fsdp2 import (
-    CPUOffloadPolicy,
-    StateOffload,
-    estimate,
-    explain,
-    offload_optimizer,
-    plan,
-    predict,
-    shard_model,
-    sweep,
-)
+from by_keywords import estimate, make_setup, plan, predict, predict_planned, sweep
+from fsdp2 import CPUOffloadPolicy, StateOffload, explain, offload_optimizer, shard_model
 from fsdp2.planning import find_hardware
-from fsdp2.planning.estimating import placed_optimizer
-from fsdp2.planning.replay.replay import params_on_host
-from fsdp2.planning.replay.setups import granularities, make_setup
+from fsdp2.planning.replay.replay import params_on_host, placed_optimizer
+from fsdp2.planning.replay.setups import granularities
 from fsdp2.planning.simulation.optimizer_times import optimizer_s
 from fsdp2.planning.trace.optimizers import OptimizerCost
 from fsdp2.planning.trace.paged_state import PagedState, Part, PlacedOptimizer
@@ -76,9 +66,9 @@ def setup_of(num_ranks: int, *, rank: int = 0, device_type: str = "cuda", **opti
         num_ranks,
         device_type=device_type,
         granularity=rows,
-        rank=rank,
         **options,
     )
+    made = replace(made, rank=rank)
     names = [name for unit in made.units for name in unit.modules]
     return trace_step(model, BATCH, names, device_type=device_type), made
 
@@ -319,10 +309,9 @@ def test_predictions_and_plans_know_them() -> None:
     assert same.seconds == made.seconds
     del options["wrap"]
     chosen = plan(Widths(), BATCH, "h100", 2, checkpoint="none", **options)
-    assert chosen.kwargs["max_device_bytes"] == 10_000
-    assert chosen.kwargs["shard_granularity"] == 16
-    again = predict(Widths(), BATCH, "h100", chosen.mesh_shape, **chosen.kwargs)
-    assert again.seconds == chosen.step.seconds
+    assert chosen.sharding.max_device_bytes == 10_000
+    assert chosen.sharding.shard_granularity == 16
+    assert predict_planned(chosen).seconds == chosen.step.seconds
     state = predict(Widths(), BATCH, "h100", 2, offload_optimizer=StateOffload(min_bytes=0))
     plain = predict(Widths(), BATCH, "h100", 2)
     assert state.seconds > plain.seconds

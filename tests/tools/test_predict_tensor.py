@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ import harness
 if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: torch does not predict", allow_module_level=True)
 
-from fsdp2 import MixedPrecisionPolicy, Plan, fully_shard, plan, predict, sweep
+from by_keywords import plan, predict, sweep
+from fsdp2 import MixedPrecisionPolicy, Plan, fully_shard
 from fsdp2.cli.main import main
 from fsdp2.planning import find_hardware
 from fsdp2.planning.tensor_parallel import parallel_copy
@@ -427,11 +429,11 @@ def test_degrees_that_a_model_does_not_bear_are_left_out() -> None:
     ("options", "match"),
     [
         ({"tensor_ranks": [1, 2]}, "tensor_ranks=2 needs parallelize="),
-        ({"tensor_ranks": [], "parallelize": parallelize}, "tensor_ranks is empty"),
+        ({"tensor_ranks": [], "parallelize": parallelize}, "tensor_ranks is an empty list"),
         ({"tensor_ranks": [3], "parallelize": parallelize}, "must divide num_ranks=8"),
         (
             {"tensor_ranks": [2], "parallelize": parallelize, "mesh_shape": (2, 4)},
-            r"mesh_shape 2 x 4 is not a mesh of num_ranks=8 ranks beside tensor_ranks=\[2\]",
+            r"mesh 2 x 4 is not a mesh of num_ranks=8 ranks beside tensor_ranks=\[2\]",
         ),
         ({"max_samples": 0}, "max_samples must be at least 1"),
     ],
@@ -447,7 +449,12 @@ def test_a_tensor_parallel_plan_is_applied() -> None:
     model, plain = Model(), Model()
     plain.load_state_dict(model.state_dict())
     made = plan(on_meta(), batch(), "cpu", 4, checkpoint="full", strategy="full")
-    made.mesh_shape, made.tensor_ranks, made.parallelize = (2,), 2, parallelize
+    made = replace(
+        made,
+        candidate=replace(made.candidate, mesh=(2,)),
+        tensor_ranks=2,
+        workload=replace(made.workload, parallelize=parallelize),
+    )
     mesh = made.make_mesh("cpu")
     assert mesh.mesh_dim_names == ("shard", "tensor")
     made.apply(model, mesh)

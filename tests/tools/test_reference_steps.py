@@ -17,13 +17,17 @@ import harness
 if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: torch does not plan", allow_module_level=True)
 
-from fsdp2 import predict
+from by_keywords import make_setup, predict
 from fsdp2.planning import PRESETS, Hardware, Simulator, find_hardware, write_hardware
 from fsdp2.planning.hardware.hardware import STEP_PARTS
 from fsdp2.planning.hardware.reference_models import QUICK
-from fsdp2.planning.hardware.reference_steps import Predictor, ReferenceStep, fitted, step_factors
+from fsdp2.planning.hardware.reference_steps import (
+    ReferencePredictor,
+    ReferenceStep,
+    fitted,
+    step_factors,
+)
 from fsdp2.planning.replay.device import Transfer
-from fsdp2.planning.replay.setups import make_setup
 from fsdp2.planning.simulation.costs import operation_s, transfer_cost
 from fsdp2.planning.trace.events import Operation
 from fsdp2.planning.trace.tracing import trace_step
@@ -52,7 +56,7 @@ def test_factors_with_which_steps_were_made_are_found() -> None:
     made = {"multiply": 1.3, "move": 1.5, "gather": 2.0, "reduce": 0.7, "optimizer": 1.2}
     real = replace(hardware, step_factors=made)
     steps = []
-    predictor = Predictor(QUICK["many"], 2, torch.device("cpu"))
+    predictor = ReferencePredictor(QUICK["many"], 2, torch.device("cpu"))
     for strategy, samples in product(("unsharded", "full", "grad", "none"), (2, 64)):
         predicted = predictor.of(strategy, samples)
         steps.append(ReferenceStep(strategy, predicted(real), predicted))

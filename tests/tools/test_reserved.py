@@ -14,7 +14,7 @@ import harness
 if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: torch does not plan", allow_module_level=True)
 
-from fsdp2 import estimate, plan
+from by_keywords import estimate, plan
 from fsdp2.planning import find_hardware
 from fsdp2.planning.trace.allocator import ALIGN, MIB, Allocator
 from models import LinearBlocks

@@ -17,7 +17,8 @@ import harness
 if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: torch does not predict", allow_module_level=True)
 
-from fsdp2 import MixedPrecisionPolicy, Sweep, predict, sweep, training_cost
+from by_keywords import predict, sweep
+from fsdp2 import MixedPrecisionPolicy, Sweep, training_cost
 from fsdp2.cli.main import main
 from fsdp2.planning import find_hardware
 

@@ -20,13 +20,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ...api.shard_model import shard_model
+from ...api.shard_model import Sharding, shard_model
 from ...policy import MixedPrecisionPolicy
 from ...wrap import UnitDescription, units_of
 from ..replay.setups import make_setup
 from ..simulation.simulate import Simulator
 from ..trace.events import StepTrace
 from ..trace.tracing import trace_step
+from ..workload import Workload
 from .curves import round_to
 from .hardware import STEP_PARTS, Hardware
 from .in_steps import wait_for
@@ -120,7 +121,7 @@ def measured_steps(
                 for trainee in trainees.values():
                     together()
                     trainee.step(samples)
-        predictor = Predictor(reference, world, device)
+        predictor = ReferencePredictor(reference, world, device)
         for strategy, trainee in trainees.items():
             for samples, seconds in trainee.seconds.items():
                 predict = predictor.of(strategy, samples)
@@ -149,13 +150,16 @@ def _slowest(seconds: Sequence[tuple[float, float]], device: torch.device) -> tu
     return first, second
 
 
-class Predictor:
+_Traced = tuple[StepTrace, Sequence[UnitDescription], Workload]
+
+
+class ReferencePredictor:
     """Predicts steps of one reference; traces each batch when it is first asked for."""
 
     def __init__(self, reference: Reference, world: int, device: torch.device) -> None:
         self._reference, self._world, self._device = reference, world, device
         self._policy = _policy(device) if world > 1 else MixedPrecisionPolicy()
-        self._traces: dict[int, tuple[StepTrace, Sequence[UnitDescription]]] = {}
+        self._traces: dict[int, _Traced] = {}
         self._simulator: Simulator | None = None
 
     def num_parts(self, strategy: str) -> int:
@@ -168,12 +172,12 @@ class Predictor:
         unsharded = strategy == _UNSHARDED
 
         def predict(hardware: Hardware) -> Sequence[float]:
-            trace, units = self._trace(samples)
+            trace, units, workload = self._trace(samples)
             setup = make_setup(
                 units,
                 1 if unsharded else self._world,
-                strategy="none" if unsharded else strategy,
-                mp_policy=self._policy,
+                workload,
+                Sharding("none" if unsharded else strategy, mp_policy=self._policy),
                 device_type=self._device.type,
             )
             known = self._simulator
@@ -183,7 +187,7 @@ class Predictor:
 
         return predict
 
-    def _trace(self, samples: int) -> tuple[StepTrace, Sequence[UnitDescription]]:
+    def _trace(self, samples: int) -> _Traced:
         if samples not in self._traces:
             with torch.device("meta"):
                 model = self._reference.make()
@@ -197,7 +201,7 @@ class Predictor:
                 mp_policy=self._policy,
                 device_type=self._device.type,
             )
-            self._traces[samples] = trace, units
+            self._traces[samples] = trace, units, Workload(model, batch)
         return self._traces[samples]
 
 

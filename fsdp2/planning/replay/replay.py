@@ -6,23 +6,20 @@ may be in flight. Its units are those of `stand_ins`, so the result is bytes and
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from typing_extensions import override
 
+from ...api.shard_model import offload_beyond
 from ...comm.mesh_transports import CommOptions
 from ...comm.streams import DeviceStreams, Streams
 from ...features.finalization import Finalization
 from ...features.gather_budget import GatherBudget
-from ...policy import (
-    CPUOffloadPolicy,
-    OffloadBeyond,
-)
+from ...policy import CPUOffloadPolicy
 from ...runtime.events import Registry
 from ...runtime.runtime import Runtime
 from ...runtime.unit import Forward
@@ -44,9 +41,10 @@ from ..trace.events import (
     StartOfBackward,
     StepTrace,
 )
-from ..trace.paged_state import NOTHING, PlacedOptimizer
+from ..trace.optimizers import OptimizerCost, optimizer_cost, param_costs
+from ..trace.paged_state import NOTHING, PlacedOptimizer, paged_state
 from .device import Launch, LaunchDevice, ReplayState, Transfer
-from .shards import Setup, shard_of
+from .shards import Setup, shard_of, shard_shape
 from .stand_ins import CountedBucket, CountedEarlyFree, CountedUnit
 
 
@@ -121,7 +119,7 @@ def play(
     account, device = replay.account, replay.device
     units = [unit for player in players for unit in player.units]
     ordered = setup.device_type == "cpu"
-    offloaded = isinstance(setup.offload_policy, CPUOffloadPolicy) and not ordered
+    offloaded = isinstance(setup.sharding.offload_policy, CPUOffloadPolicy) and not ordered
     buckets = [bucket for unit in units for bucket in _buckets(unit)]
     on_host = [b for b in buckets if b.shard_device != b.device]
     on_device = [b for b in buckets if b.shard_device == b.device]
@@ -192,9 +190,8 @@ def make_units(trace: StepTrace, setup: Setup, replay: ReplayState) -> list[Coun
         replicate_group=None,
         num_replicas=1,
     )
-    policy = setup.offload_policy
-    if setup.max_device_bytes is not None and isinstance(policy, CPUOffloadPolicy):
-        policy = OffloadBeyond(policy.pin_memory, setup.max_device_bytes)
+    sharding = setup.sharding
+    policy = offload_beyond(sharding.offload_policy, sharding.max_device_bytes)
     made = {}
     descriptions = sorted(setup.units, key=lambda unit: not unit.is_root)
     for description in setup.units:  # the order in which `shard_model` makes them
@@ -208,20 +205,20 @@ def make_units(trace: StepTrace, setup: Setup, replay: ReplayState) -> list[Coun
             expert_mesh if experts else mesh,
             device,
             UnitConfig(
-                setup.mp_policy,
+                sharding.mp_policy,
                 policy,
-                direct_min_bytes=setup.direct_min_bytes,
+                direct_min_bytes=sharding.direct_min_bytes,
                 reshard_after_forward=None if choose is None else choose(description),
                 gathered_once=setup.gathered_once,
-                comm_options=CommOptions(policy=setup.comm_policy),
-                max_gathered_bytes=setup.max_gathered_bytes if description.is_root else None,
+                comm_options=CommOptions(policy=sharding.comm_policy),
+                max_gathered_bytes=sharding.max_gathered_bytes if description.is_root else None,
                 # As `shard_model`: the backward of an embedding reads the indices only.
                 unshard_in_backward=not trace.embeddings.issuperset(description.modules),
             ),
         )
         unit.take(
             own,
-            0 if experts else setup.replicate_below,
+            0 if experts else sharding.replicate_below,
             [shard_of(p, setup)[1] for p in own],
             [setup.granularity.get(p.name, 1) for p in own],
         )
@@ -231,15 +228,16 @@ def make_units(trace: StepTrace, setup: Setup, replay: ReplayState) -> list[Coun
         unit.choose_reshard(is_root=described.is_root)
     for unit in units:
         unit.materialize(Streams())
-    _set_prefetch(units[1:], descriptions[1:], trace, setup.prefetch)
+    _set_prefetch(units[1:], descriptions[1:], trace, sharding.prefetch)
     return units
 
 
 def params_on_host(trace: StepTrace, setup: Setup) -> frozenset[str]:
     """Names of the parameters whose shards are in host memory, beside a device."""
-    if not isinstance(setup.offload_policy, CPUOffloadPolicy) or setup.device_type == "cpu":
+    offloads = isinstance(setup.sharding.offload_policy, CPUOffloadPolicy)
+    if not offloads or setup.device_type == "cpu":
         return frozenset()
-    if setup.max_device_bytes is None:
+    if setup.sharding.max_device_bytes is None:
         return frozenset(param.name for param in trace.params)
     units = make_units(trace, setup, ReplayState(Account(), None, setup.topology))
     return frozenset(
@@ -249,6 +247,38 @@ def params_on_host(trace: StepTrace, setup: Setup) -> frozenset[str]:
         if bucket.shard_device != bucket.device
         for param in bucket.params
     )
+
+
+def placed_optimizer(
+    trace: StepTrace,
+    setup: Setup,
+    optimizer: Any,
+    known: dict[Any, OptimizerCost] | None = None,
+) -> PlacedOptimizer:
+    """The cost of the optimizer for this rank's shards, wherever they are; ``known`` as in
+    `optimizer_cost`."""
+    trained = trace.trained  # an optimizer passes over parameters without a gradient
+    on_host = params_on_host(trace, setup)
+    shards: dict[bool, list[Any]] = {False: [], True: []}
+    for param in trace.params:
+        if param.name in trained:
+            shards[param.name in on_host].append((shard_shape(param, setup), param.dtype))
+    # (On the CPU all is counted as the device's.)
+    device = optimizer_cost(shards[False], optimizer, setup.device_type, known)
+    host = optimizer_cost(shards[True], optimizer, "cpu")
+    paged = None
+    if (offload := setup.workload.offload_optimizer) is not None:
+        costs = {
+            here: iter(param_costs(shards[here], optimizer, "cpu" if here else setup.device_type))
+            for here in shards
+        }
+        params = [
+            replace(next(costs[p.name in on_host]), on_host=p.name in on_host)
+            for p in trace.params
+            if p.name in trained
+        ]
+        paged = paged_state(params, offload, is_cpu=setup.device_type == "cpu")
+    return PlacedOptimizer(device, host, paged)
 
 
 def _nest(units: Sequence[CountedUnit], descriptions: Sequence[UnitDescription]) -> None:
@@ -333,7 +363,7 @@ class Player:
         for description in setup.units:
             unit = by_name[description.name]
             unit.runtime = self.runtime
-            unit.config.set_accumulate_sharded(setup.accumulation == "sharded")
+            unit.config.set_accumulate_sharded(setup.workload.accumulation == "sharded")
             for name in description.modules:
                 self._of_module[trace.modules.index(name)] = unit
             for i, param in zip(trace.indices(description.params), unit.params, strict=True):
@@ -341,9 +371,10 @@ class Player:
 
     def step(self) -> None:
         """Run all micro-batches of one step."""
-        for i in range(self.setup.micro_batches):
-            last = i == self.setup.micro_batches - 1
-            if self.setup.accumulation != "every":
+        workload = self.setup.workload
+        for i in range(workload.micro_batches):
+            last = i == workload.micro_batches - 1
+            if workload.accumulation != "every":
                 for unit in self.units:  # as `FSDPModule.set_requires_gradient_sync` does
                     unit.config.set_sync(last)
             self._micro_batch()
@@ -467,11 +498,3 @@ class Player:
         unit.num_accumulated += 1
         if unit.watching and unit.num_accumulated >= unit.num_trained:
             self.runtime.reduce(unit)
-
-
-def bytes_by_kind(transfers: Sequence[Transfer]) -> dict[str, int]:
-    """Bytes that a rank sends, by kind of collective."""
-    total: Counter[str] = Counter()
-    for transfer in transfers:
-        total[transfer.kind] += transfer.sent
-    return dict(total)

@@ -2,125 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
 from ...api.arguments import checked_granularity, meant_reshard
-from ...api.shard_model import find_strategy, offload_beyond, reshard_of
-from ...common.suggestions import did_you_mean
-from ...policy import OffloadPolicy
+from ...api.shard_model import Sharding, find_strategy, offload_beyond, reshard_of
+from ...policy import adopt_offload_policy
 from ...wrap import UnitDescription, parameters_of
-from ..trace.paged_state import StateOffload
-from .shards import ACCUMULATIONS, Setup
-
-# Of the fields of `Setup` that are numbers.
-_LEAST = {
-    "micro_batches": 1,
-    "max_gathered_bytes": 1,
-    "ranks_per_node": 1,
-    "prefetch": 0,
-    "expert_ranks": 1,
-}
-
-
-def check_number(name: str, value: object, least: int = 1) -> None:
-    """Check an argument that counts something.
-
-    Raises:
-        TypeError: if it is not an int.
-        ValueError: if it is less than ``least``.
-    """
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-
-
-def check_accumulation(value: object) -> None:
-    """Check how gradients of micro-batches are to be summed.
-
-    Raises:
-        ValueError: if it is none of `ACCUMULATIONS`.
-    """
-    if value not in ACCUMULATIONS:
-        hint = did_you_mean(str(value), ACCUMULATIONS)
-        raise ValueError(f"accumulation must be one of {ACCUMULATIONS}, got {value!r}{hint}")
+from ..workload import Workload, check_number
+from .shards import Setup
 
 
 def make_setup(
     units: Sequence[UnitDescription],
     mesh_shape: int | Sequence[int],
+    workload: Workload,
+    sharding: Sharding,
     *,
-    strategy: str = "full",
-    reshard_after_forward: Any = None,
     experts: Collection[tuple[str, ...]] = (),
-    **options: Any,
+    granularity: Mapping[str, int] = MappingProxyType({}),
+    device_type: str = "cuda",
+    ranks_per_node: int = 8,
 ) -> Setup:
     """The setup that `shard_model` would use.
 
     Args:
         units: from `units_of`.
         experts: the units (their ``modules``) that `shard_experts` makes.
-        options: further fields of `Setup`.
+        granularity: from `granularities`.
 
     Raises:
         ValueError: if the mesh is not one or two positive numbers or does not fit the strategy,
-            for an unknown strategy or kind of accumulation, and for numbers that are too small.
+            for an unknown strategy, and for numbers that are too small.
         TypeError: for a mesh, or a number, of another type.
     """
-    expert_ranks = options.get("expert_ranks", 1)
-    _check_offload(options, experts)
-    for name, least in _LEAST.items():
-        if options.get(name) is not None:
-            check_number(name, options[name], least)
-    check_accumulation(options.get("accumulation", "unsharded"))
-    chosen = find_strategy(strategy)
-    replicas, shards = _replicas_and_shards(mesh_shape)
-    if chosen.hybrid and isinstance(mesh_shape, int):
+    sharding = replace(sharding, offload_policy=adopt_offload_policy(sharding.offload_policy))
+    offload_beyond(sharding.offload_policy, sharding.max_device_bytes)  # for its checks
+    if sharding.max_device_bytes is not None and experts:
+        raise ValueError(
+            "max_device_bytes is of one `shard_model`, and experts are sharded before: leave one "
+            "of max_device_bytes and experts out"
+        )
+    if sharding.max_gathered_bytes is not None:
+        check_number("max_gathered_bytes", sharding.max_gathered_bytes)
+    check_number("ranks_per_node", ranks_per_node)
+    check_number("prefetch", sharding.prefetch, 0)
+    chosen = find_strategy(sharding.strategy)
+    shape = checked_mesh(mesh_shape)
+    if chosen.hybrid and len(shape) == 1:
         raise ValueError("Strategy 'hybrid' needs a mesh of two dims: (replicas, shards)")
+    replicas, shards = (1, *shape)[-2:]
     if not chosen.sharded:
         replicas, shards = replicas * shards, 1
-    all_ranks = replicas * shards * options.get("tensor_ranks", 1)
-    if all_ranks % expert_ranks:
-        of = "ranks of a stage" if options.get("pipeline_ranks", 1) > 1 else "ranks"
+    all_ranks = replicas * shards * workload.tensor_ranks
+    if all_ranks % workload.expert_ranks:
+        of = "ranks of a stage" if workload.pipeline_ranks > 1 else "ranks"
         raise ValueError(
-            f"expert_ranks={expert_ranks} must divide the number of {of}, {all_ranks}: "
+            f"expert_ranks={workload.expert_ranks} must divide the number of {of}, {all_ranks}: "
             "their mesh is (ranks // expert_ranks, expert_ranks)"
         )
 
     def reshard(unit: UnitDescription) -> Any:
         if not chosen.sharded:
             return None
-        chosen_for = meant_reshard(reshard_of(unit, chosen, reshard_after_forward), shards)
+        chosen_for = reshard_of(unit, chosen, sharding.reshard_after_forward)
+        meant = meant_reshard(chosen_for, shards)
         # Larger shards of experts would be over another number of ranks.
-        return None if unit.modules in experts and type(chosen_for) is int else chosen_for
+        return None if unit.modules in experts and type(meant) is int else meant
 
-    setup = Setup(
-        units=tuple(units),
-        num_shards=shards,
-        num_replicas=replicas,
-        reshard_after_forward=reshard,
-        gathered_once=chosen.gathered_once,
-        **options,
-    )
     for unit in units:
         _check_reshard(reshard(unit), shards)
-    return setup
-
-
-def _check_offload(options: dict[str, Any], experts: Collection[tuple[str, ...]]) -> None:
-    limit, offload = options.get("max_device_bytes"), options.get("offload_optimizer")
-    offload_beyond(options.get("offload_policy", OffloadPolicy()), limit)
-    if limit is not None and experts:
-        raise ValueError(
-            "max_device_bytes is of one `shard_model`, and experts are sharded before: leave one "
-            "of max_device_bytes and experts out"
-        )
-    if not (offload is None or isinstance(offload, StateOffload)):
-        raise TypeError(f"offload_optimizer must be a StateOffload or None, got {offload!r}")
+    return Setup(
+        units=tuple(units),
+        sharding=sharding,
+        workload=workload,
+        num_shards=shards,
+        num_replicas=replicas,
+        device_type=device_type,
+        reshard_after_forward=reshard,
+        gathered_once=chosen.gathered_once,
+        ranks_per_node=ranks_per_node,
+        granularity=granularity,
+    )
 
 
 def granularities(
@@ -147,13 +114,8 @@ def granularities(
     return {name: each for name, each in rows.items() if each > 1}
 
 
-def resized(setup: Setup, replicas: int, shards: int) -> Setup:
-    """The same setup on another mesh."""
-    return replace(setup, num_shards=shards, num_replicas=replicas)
-
-
-def checked_mesh(mesh_shape: Any) -> tuple[int, ...]:
-    """``mesh_shape`` as a tuple: (ranks,) or (replicas, shards).
+def checked_mesh(mesh_shape: Any, name: str = "mesh_shape") -> tuple[int, ...]:
+    """``mesh_shape``, an argument called ``name``, as a tuple: (ranks,) or (replicas, shards).
 
     Raises:
         ValueError: if it is not one or two positive numbers.
@@ -161,15 +123,10 @@ def checked_mesh(mesh_shape: Any) -> tuple[int, ...]:
     """
     shape = (mesh_shape,) if isinstance(mesh_shape, int) else mesh_shape
     if not isinstance(shape, list | tuple) or not all(type(n) is int for n in shape):
-        raise TypeError(f"mesh_shape must be a number or a tuple of numbers, got {mesh_shape!r}")
+        raise TypeError(f"{name} must be a number or a tuple of numbers, got {mesh_shape!r}")
     if not 1 <= len(shape) <= 2 or min(shape) < 1:
-        raise ValueError(f"mesh_shape must be ranks or (replicas, shards), got {mesh_shape!r}")
+        raise ValueError(f"{name} must be ranks or (replicas, shards), got {mesh_shape!r}")
     return tuple(shape)
-
-
-def _replicas_and_shards(mesh_shape: Any) -> tuple[int, int]:
-    shape = checked_mesh(mesh_shape)
-    return (1, shape[0]) if len(shape) == 1 else (shape[0], shape[1])
 
 
 def _check_reshard(value: Any, num_shards: int) -> None:

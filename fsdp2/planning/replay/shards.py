@@ -3,76 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from ...api.shard_model import Sharding
 from ...dtensor.boxes import entries_per_part
-from ...policy import CommPolicy, MixedPrecisionPolicy, OffloadPolicy, hops_of
+from ...policy import hops_of
 from ...transports.host.topology import Topology
 from ...wrap import UnitDescription
 from ..trace.events import ParamInfo
 from ..trace.expert_units import InnerTopology
-from ..trace.paged_state import StateOffload
+from ..workload import Workload
 
 Reshard = bool | int | None
-# How gradients of micro-batches are summed: whole, and reduced in the last; reduce-scattered in
-# each, and all-reduced over replicas in the last (`FSDPModule.set_accumulate_sharded`); or fully
-# reduced in each, as where nobody calls `FSDPModule.set_requires_gradient_sync`.
-ACCUMULATIONS = ("unsharded", "sharded", "every")
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How a model is sharded.
+    """How a model is sharded: what `Sharding` means for a model and a mesh.
 
     Attributes:
-        units: from `units_of`.
+        units: from `units_of`; of a pipeline, those of a stage.
+        sharding: as given, but for what is a field here.
+        workload: of which are used here: how often a step runs, where state of the optimizer is,
+            and over how many ranks the model's own parallelisms go. Experts are those of the
+            parameters that the trace says belong to experts; they are sharded over the ranks that
+            have the same ones, tensor ranks among them.
         num_shards, num_replicas: sizes of the mesh dims.
         rank: among the ranks that share a parameter.
         reshard_after_forward: the setting of each unit; None: `fully_shard`'s default.
-        prefetch: number of units gathered ahead.
-        replicate_below: parameters of fewer bytes are replicated on every rank.
         gathered_once: parameters stay gathered between micro-batches.
-        max_gathered_bytes: limit on gathered parameters; None: no limit.
-        micro_batches: forwards and backwards per step.
-        accumulation: how their gradients are summed, one of `ACCUMULATIONS`.
-        comm_policy: of all units.
         ranks_per_node: which determines what leaves a node.
-        expert_ranks: over which experts are distributed, of the parameters that the trace says
-            belong to experts; these are sharded over the ranks that have the same ones, with
-            ``tensor_ranks`` among them.
-        tensor_ranks: that share the operators of a tensor-parallel model, beside ``num_ranks``.
-        context_ranks: of ``num_ranks``, those that have parts of the same sequences.
-        max_device_bytes: what `CPUOffloadPolicy` leaves on the device; None: nothing.
-        offload_optimizer: where state of the optimizer is; None: where its parameters are.
         granularity: the ``shard_granularity`` of parameters by name, where it is not 1.
-        pipeline_ranks: of a pipeline, of which ``units`` are a stage; each has ``num_ranks`` and
-            their ``tensor_ranks``.
     """
 
     units: tuple[UnitDescription, ...]
+    sharding: Sharding
+    workload: Workload
     num_shards: int
     num_replicas: int = 1
     rank: int = 0
     device_type: str = "cuda"
-    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
-    offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
     reshard_after_forward: Callable[[UnitDescription], Reshard] | None = None
-    prefetch: int = 1
-    direct_min_bytes: int | None = None
-    replicate_below: int = 0
     gathered_once: bool = False
-    micro_batches: int = 1
-    accumulation: str = "unsharded"
-    comm_policy: CommPolicy | None = None
-    max_gathered_bytes: int | None = None
     ranks_per_node: int = 8
-    expert_ranks: int = 1
-    tensor_ranks: int = 1
-    context_ranks: int = 1
-    max_device_bytes: int | None = None
-    offload_optimizer: StateOffload | None = None
     granularity: Mapping[str, int] = field(default_factory=dict)
-    pipeline_ranks: int = 1
 
     @property
     def num_ranks(self) -> int:
@@ -80,33 +54,39 @@ class Setup:
         return self.num_shards * self.num_replicas
 
     @property
+    def num_all_ranks(self) -> int:
+        """With those that share operators, and have other stages."""
+        return self.num_ranks * self.workload.tensor_ranks * self.workload.pipeline_ranks
+
+    @property
     def num_batches(self) -> int:
         """Of a micro-batch of all ranks: those that get the same sequences share one."""
-        return self.num_ranks // self.context_ranks
+        return self.num_ranks // self.workload.context_ranks
 
     @property
     def num_expert_shards(self) -> int:
         """Ranks that have the same experts."""
-        return self.num_ranks * self.tensor_ranks // self.expert_ranks
+        return self.num_ranks * self.workload.tensor_ranks // self.workload.expert_ranks
 
     @property
     def expert_shard_rank(self) -> int:
         """The rank among these: of the tensor ranks that are ``rank``, the first."""
-        return self.rank * self.tensor_ranks // self.expert_ranks
+        return self.rank * self.workload.tensor_ranks // self.workload.expert_ranks
 
     @property
     def topology(self) -> Topology:
         """Where its ranks are."""
-        hop = 1 if self.comm_policy is None else hops_of(self.comm_policy, self.num_shards)
+        policy = self.sharding.comm_policy
+        hop = 1 if policy is None else hops_of(policy, self.num_shards)
         return InnerTopology(
             self.num_shards,
             self.num_replicas,
             self.ranks_per_node,
             hop,
-            self.expert_ranks,
-            self.tensor_ranks,
-            self.context_ranks,
-            self.pipeline_ranks,
+            self.workload.expert_ranks,
+            self.workload.tensor_ranks,
+            self.workload.context_ranks,
+            self.workload.pipeline_ranks,
         )
 
 
@@ -117,7 +97,7 @@ def shard_of(param: ParamInfo, setup: Setup) -> tuple[int, int | None]:
     if param.num_experts is not None:  # as `shard_experts` chooses the dim
         ranks = setup.num_expert_shards
         return ranks, 1 if param.shape[0] < ranks and len(param.shape) > 1 else 0
-    if setup.num_shards > 1 and param.made_bytes < setup.replicate_below:
+    if setup.num_shards > 1 and param.made_bytes < setup.sharding.replicate_below:
         return 1, None
     return setup.num_shards, 0
 
@@ -142,8 +122,3 @@ def shard_shape(param: ParamInfo, setup: Setup) -> tuple[int, ...]:
 def shard_rank_of(param: ParamInfo, setup: Setup) -> int:
     """The rank of ``setup`` among those that share a parameter."""
     return setup.rank if param.num_experts is None else setup.expert_shard_rank
-
-
-def with_rank(setup: Setup, rank: int) -> Setup:
-    """The same setup for another rank."""
-    return replace(setup, rank=rank)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from ..candidates import Pipeline
 from ..replay.pipeline import Part
 from ..replay.schedules import LOOPED, Action, order_of
 from ..trace.events import Compute, StartOfBackward
@@ -201,16 +200,17 @@ def _kept(part: Part) -> int:
 def estimate_pipeline(
     simulator: Simulator,
     parts: Sequence[Part],
-    pipeline: Pipeline,
+    schedule: str,
     stages: Sequence[StageAlone],
 ) -> PipelineEstimate:
     """The time of a step, and the bytes that the fullest rank needs; ``stages`` are those of
     ``parts``."""
     setup = parts[0].setup
-    ranks, schedule = setup.pipeline_ranks, pipeline.schedule
+    ranks, micro_batches = setup.workload.pipeline_ranks, setup.workload.micro_batches
+    stages_per_rank = len(parts) // ranks
     times, tails, needed, of_ranks = [], [], [], []
     for rank in range(ranks):
-        order = order_of(schedule, rank, ranks, setup.micro_batches, pipeline.stages_per_rank)
+        order = order_of(schedule, rank, ranks, micro_batches, stages_per_rank)
         own = [stages[part.number] for part in stages_of(parts, schedule, rank)]
         of_ranks.append(own)
         made, tail = _rank_times(order, stages)
@@ -226,9 +226,7 @@ def estimate_pipeline(
     # What all ranks do at the end, the slowest of them; of several stages, one after the other.
     late = max(sum(stage.optimizer_s for stage in own) for own in of_ranks)
     busiest_s = max(sum(stage.kernels_s for stage in own) for own in of_ranks)
-    kernels_s = setup.micro_batches * busiest_s
-    num_ranks = setup.num_ranks * setup.tensor_ranks * setup.pipeline_ranks
-    wait = stragglers_s(kernels_s, num_ranks, simulator.hardware)
+    wait = stragglers_s(micro_batches * busiest_s, setup.num_all_ranks, simulator.hardware)
     return PipelineEstimate(max(ends) + late + wait, late, max(needed))
 
 

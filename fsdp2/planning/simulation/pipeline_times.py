@@ -133,11 +133,11 @@ def replay_pipeline(
         parts: all stages.
         holds_sent: as in `replay_rank`.
     """
-    setup = parts[0].setup
-    ranks, stages_per_rank = setup.pipeline_ranks, len(parts) // setup.pipeline_ranks
+    workload = parts[0].setup.workload
+    ranks = workload.pipeline_ranks
     found = []
     for rank in range(ranks):
-        order = order_of(schedule, rank, ranks, setup.micro_batches, stages_per_rank)
+        order = order_of(schedule, rank, ranks, workload.micro_batches, len(parts) // ranks)
         own = stages_of(parts, schedule, rank)
         made = simulator.replay_stages(
             own,
@@ -152,7 +152,7 @@ def replay_pipeline(
 
 def stages_of(parts: Sequence[Part], schedule: str, rank: int) -> list[Part]:
     """Of all stages those of a rank of the pipeline; without one, all of the model."""
-    ranks = parts[0].setup.pipeline_ranks
+    ranks = parts[0].setup.workload.pipeline_ranks
     if ranks == 1:
         return [*parts]
     return [part for part in parts if rank_of_stage(schedule, part.number, ranks) == rank]
@@ -198,9 +198,10 @@ def sends_of(
     """Of each stage, the seconds in which it sends its output, and what it returns; 0 to a stage of
     the same rank."""
     setup = parts[0].setup
+    ranks = setup.workload.pipeline_ranks
 
     def seconds(nbytes: int, stage: int, other: int) -> float:
-        here, there = (rank_of_stage(schedule, s, setup.pipeline_ranks) for s in (stage, other))
+        here, there = (rank_of_stage(schedule, s, ranks) for s in (stage, other))
         return 0.0 if here == there else simulator.send_s(nbytes, setup)
 
     return [

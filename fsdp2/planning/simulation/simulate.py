@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 from ...common.garbage import one_collection
 from ...policy import CPUOffloadPolicy
-from ..estimating import placed_optimizer
 from ..hardware.hardware import HOST, Hardware
 from ..replay.device import Copy, Launch, Transfer
 from ..replay.pipeline import Action, Part, replay_rank
-from ..replay.replay import Replay, params_on_host, replay
+from ..replay.replay import Replay, params_on_host, placed_optimizer, replay
 from ..replay.shards import Setup
 from ..trace.account import Peak
 from ..trace.events import Compute, StepTrace
@@ -147,7 +146,7 @@ class Simulator:
             setup = self._on_hardware(setup)
             cost = self._cost_of_optimizer(trace, setup)
             made = replay(trace, setup, optimizer=cost, **self._replay_options(keep_samples))
-            return StagesReplay(made, [], [], cost, trace.flops * setup.micro_batches)
+            return StagesReplay(made, [], [], cost, trace.flops * setup.workload.micro_batches)
 
     def replay_stages(
         self,
@@ -175,7 +174,7 @@ class Simulator:
                 holds_sent=holds_sent,
                 **self._replay_options(keep_samples),
             )
-            flops = sum(part.trace.flops * part.setup.micro_batches for part in parts)
+            flops = sum(part.trace.flops * part.setup.workload.micro_batches for part in parts)
             return StagesReplay(made, starts, ends, cost, flops)
 
     def time_stages(self, made: StagesReplay, *, speed: float = 1.0) -> SimulatedStep:
@@ -268,8 +267,10 @@ class Simulator:
     def _cost_of_optimizer(self, trace: StepTrace, setup: Setup) -> PlacedOptimizer:
         key = (
             (id(trace.params[0]), len(trace.params)),
-            (setup.num_shards, setup.num_expert_shards),
-            isinstance(setup.offload_policy, CPUOffloadPolicy) and params_on_host(trace, setup),
+            (setup.num_shards, setup.num_expert_shards, setup.sharding.replicate_below),
+            setup.workload.offload_optimizer,
+            isinstance(setup.sharding.offload_policy, CPUOffloadPolicy)
+            and params_on_host(trace, setup),
         )
         if key not in self._optimizer:
             self._optimizer[key] = placed_optimizer(trace, setup, self.optimizer, self._of_shards)
@@ -294,10 +295,9 @@ class Simulator:
         compute = stream_s.get("compute", 0.0)
         reserved = made.account.reserved
         setup = made.setup
-        num_ranks = setup.num_ranks * setup.tensor_ranks * setup.pipeline_ranks
-        waiting_s = stragglers_s(kernels_s, num_ranks, hardware)
+        waiting_s = stragglers_s(kernels_s, setup.num_all_ranks, hardware)
         groups = {transfer.group for transfer in made.transfers}
-        if setup.pipeline_ranks > 1:
+        if setup.workload.pipeline_ranks > 1:
             groups.add("pipeline")  # what stages send is in no replay of one rank
         return SimulatedStep(
             seconds=end + waiting_s + step_s,

@@ -15,12 +15,6 @@ TOLERATED = 0.01
 CHOICES = ("error", "list")
 
 
-def check_choice(unknown_costs: object) -> None:
-    """Raise a ValueError unless it is one of `CHOICES`."""
-    if unknown_costs not in CHOICES:
-        raise ValueError(f"unknown_costs must be one of {CHOICES}, got {unknown_costs!r}")
-
-
 def without_cost(trace: StepTrace, unknown_costs: str = "error") -> list[str]:
     """One line for each operator of ``trace`` without a cost, those with the most bytes first.
 

@@ -1,0 +1,335 @@
+"""Predicts configurations of one model on one kind of hardware, from traces that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from ..api.shard_model import Sharding
+from ..policy import CPUOffloadPolicy, check_comm_policy
+from ..render.text import plural
+from .advice import padding_of
+from .candidates import Candidate
+from .hardware.hardware import Hardware
+from .outcomes import outcome_of, slowest_first, stage_figures
+from .prediction import Prediction
+from .ranges import range_of
+from .replay.pipeline import Part
+from .replay.schedules import check_schedule
+from .replay.setups import granularities, make_setup
+from .replay.shards import Setup
+from .simulation.loads import Load, batch_size, even_load, sizes_of, speeds_of
+from .simulation.pipeline_times import RankOfPipeline, replay_pipeline, simulate_pipeline, stages_of
+from .simulation.simulate import SimulatedStep, Simulator
+from .staged_steps import StagedSteps
+from .trace.kernels import kernels_of
+from .traces import TracedStage, TracedSteps
+from .workload import Workload
+
+
+class Replays(NamedTuple):
+    """What the ranks that differ do in a step, to which hardware gives times.
+
+    Attributes:
+        parts: the stages of a pipeline, or the model once for each load.
+        loads: of the ranks.
+        made: of the ranks of a pipeline, or of those with each load.
+    """
+
+    parts: Sequence[Part]
+    loads: Sequence[Load]
+    made: Sequence[RankOfPipeline]
+
+    @property
+    def setup(self) -> Setup:
+        return self.parts[0].setup
+
+    def steps(self, simulator: Simulator, by: float = 1.0) -> list[SimulatedStep]:
+        """Of ranks that differ, the slowest first, or of those of the pipeline; ``by``: the
+        relative speed of kernels."""
+        if self.setup.workload.pipeline_ranks > 1:
+            speed = by * min(load.speed for load in self.loads)
+            schedule = self.setup.workload.schedule
+            return simulate_pipeline(simulator, self.parts, schedule, self.made, speed=speed)
+        return slowest_first(
+            simulator.time_stages(each.made, speed=load.speed * by)
+            for each, load in zip(self.made, self.loads, strict=True)
+        )
+
+    def stages(self, rank: int) -> list[Part]:
+        """What a rank of the pipeline has; all of the model, without one."""
+        if self.setup.workload.pipeline_ranks == 1:
+            return [self.parts[0]]
+        return stages_of(self.parts, self.setup.workload.schedule, rank)
+
+
+class Predictor:
+    """Traces and simulates steps of a workload; each step is traced once.
+
+    Its methods take the workload and the sharding of a configuration, which differ from those given
+    here in what a search or a sweep varies.
+
+    Args:
+        wraps: choices of units by label; None: those of ``sharding``.
+        search_units: whether ``wraps`` are all that a search knows, so that stages have theirs.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        sharding: Sharding,
+        hardware: Hardware,
+        wraps: Mapping[str, Any] | None = None,
+        *,
+        search_units: bool = False,
+    ) -> None:
+        check_comm_policy(sharding.comm_policy)
+        self.workload = replace(
+            workload, kernels=kernels_of(workload.kernels, hardware.device_type)
+        )
+        self.sharding = sharding
+        self.hardware = hardware
+        self.simulator = Simulator(hardware, workload.optimizer)
+        self.whole = TracedSteps(self.workload, sharding, wraps)
+        self.staged: StagedSteps | None = None
+        if workload.split_stages is not None:
+            of_stages = None if search_units else self.whole.wraps
+            self.staged = StagedSteps(self.workload, sharding, of_stages)
+        self.granularity = granularities(
+            workload.model, sharding.shard_granularity, self.whole.experts
+        )
+
+    @property
+    def num_traced(self) -> int:
+        return self.whole.num_traced + (self.staged.num_traced if self.staged else 0)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a micro-batch."""
+        return self.workload.samples or batch_size(self.workload.sample_input)
+
+    def setup(
+        self,
+        workload: Workload,
+        sharding: Sharding,
+        mesh: tuple[int, ...],
+        stage: TracedStage | None = None,
+    ) -> Setup:
+        """How the model is sharded, or a stage."""
+        label = self.whole.label_of(sharding.wrap)
+        return make_setup(
+            self.whole.units[label] if stage is None else stage.units,
+            mesh,
+            workload,
+            sharding,
+            experts=self.whole.expert_units if stage is None else stage.expert_units,
+            granularity=self.granularity,
+        )
+
+    def parts(self, workload: Workload, sharding: Sharding, mesh: tuple[int, ...]) -> list[Part]:
+        """The stages of the pipeline, or all of the model."""
+        label = self.whole.label_of(sharding.wrap)
+        if workload.pipeline_ranks == 1:
+            stages = [self.whole.stage(workload, label)]
+        else:
+            assert self.staged is not None
+            stages = self.staged.get(workload, label)
+        return [
+            Part(i, each.trace, self.setup(workload, sharding, mesh, each), each.split)
+            for i, each in enumerate(stages)
+        ]
+
+    def replay(
+        self,
+        workload: Workload,
+        sharding: Sharding,
+        mesh: tuple[int, ...],
+        loads: Sequence[Load],
+        *,
+        keep_samples: bool = False,
+    ) -> Replays:
+        """What ranks with these loads do."""
+        if workload.pipeline_ranks > 1:
+            parts = self.parts(workload, sharding, mesh)
+            replays = replay_pipeline(
+                self.simulator, parts, workload.schedule, keep_samples=keep_samples
+            )
+            return Replays(parts, loads, replays)
+        parts, made = [], []
+        for load in loads:
+            own = replace(workload, samples=load.samples or workload.samples)
+            [part] = self.parts(own, sharding, mesh)
+            parts.append(part)
+            step = self.simulator.replay_step(part.trace, part.setup, keep_samples=keep_samples)
+            made.append(RankOfPipeline([], step))
+        return Replays(parts, loads, made)
+
+    def predict(
+        self,
+        workload: Workload,
+        sharding: Sharding,
+        mesh: tuple[int, ...],
+        budget: int,
+        *,
+        ranged: bool = False,
+    ) -> Prediction:
+        """Simulate one configuration; ``ranged``: with the range of its time."""
+        self.check(workload, sharding)
+        setup = self.setup(workload, sharding, mesh)  # errors of arguments before a trace
+        loads = even_load(speeds_of(self.hardware, setup.num_all_ranks))
+        replays = self.replay(workload, sharding, mesh, loads, keep_samples=True)
+        label = self.whole.label_of(sharding.wrap)
+        candidate = Candidate(sharding.strategy, mesh, workload.activation_checkpointing, label)
+        return self.prediction(candidate, replays, budget, ranged=ranged)
+
+    def prediction(
+        self, candidate: Candidate, replays: Replays, budget: int, *, ranged: bool
+    ) -> Prediction:
+        """The figures of simulated steps."""
+        made = replays.steps(self.simulator)
+        outcome = outcome_of(candidate, made, budget)
+        setup, workload = replays.setup, replays.setup.workload
+
+        def seconds(hardware: Hardware, speed: float) -> float:
+            steps = replays.steps(self.simulator.on(hardware), speed)
+            return outcome_of(candidate, steps, budget).seconds
+
+        samples, context, tokens = sizes_of(workload.sample_input)
+        samples, context = workload.samples or samples, workload.context or context
+        rate = None
+        if samples is not None:
+            rate = samples * workload.micro_batches * setup.num_batches / outcome.seconds
+        fullest = max(range(len(made)), key=lambda i: made[i].needed_bytes)
+        notes = [n for part in replays.parts for n in self.whole.notes(part.trace, self.hardware)]
+        return Prediction(
+            **vars(outcome),
+            hardware=self.hardware,
+            tensor_ranks=workload.tensor_ranks,
+            context_ranks=workload.context_ranks,
+            pipeline_ranks=workload.pipeline_ranks,
+            choices=_told(setup, self.whole),
+            samples_per_s=rate,
+            tokens_per_s=rate * context if rate and context and tokens else None,
+            bubble_s=sum(step.bubble_s for step in made) / len(made),
+            memory_budget=budget,
+            samples=samples,
+            context=context,
+            dtype=self.whole.dtype,
+            step=made[0],
+            stages=stage_figures(made) if workload.pipeline_ranks > 1 else [],
+            padding=padding_of(replays.stages(fullest), made[fullest]),
+            range=range_of(self.hardware, seconds) if ranged else None,
+            notes=list(dict.fromkeys(notes)),
+        )
+
+    def check(self, workload: Workload, sharding: Sharding) -> None:
+        """Check what goes together, with the model and with a pipeline.
+
+        Raises:
+            ValueError: for what does not.
+        """
+        self.whole.check_ranks(workload)
+        if workload.pipeline_ranks > 1:
+            self.check_pipeline(workload, sharding)
+            check_schedule(
+                workload.schedule,
+                workload.pipeline_ranks,
+                workload.micro_batches,
+                workload.stages_per_rank,
+                compiled=bool(workload.compiled),
+            )
+
+    def check_pipeline(self, workload: Workload, sharding: Sharding) -> None:
+        """Check what goes together with a pipeline, whatever its schedule.
+
+        Raises:
+            ValueError: for what does not.
+        """
+        told = f"pipeline_ranks={workload.pipeline_ranks}"
+        if self.staged is None:
+            raise ValueError(
+                f"{told} needs split_stages=: a function of the model and a number of stages that "
+                "returns these, in order"
+            )
+        if workload.max_saved_bytes is not None:
+            raise ValueError(f"max_saved_bytes does not go together with {told}")
+        for name, given, reason in (
+            (
+                "offload_optimizer",
+                workload.offload_optimizer is not None,
+                "it brings back state of one optimizer for one model, not yet of stages",
+            ),
+            (
+                "max_device_bytes",
+                sharding.max_device_bytes is not None,
+                "it is of one `shard_model`, and each stage has its own",
+            ),
+            (
+                "shard_granularity",
+                bool(self.granularity),
+                "it goes by names of parameters, and stages have their own",
+            ),
+        ):
+            if given:
+                raise ValueError(
+                    f"{name} does not go together with {told}: {reason}. Leave {name} or "
+                    "pipeline_ranks out"
+                )
+        if not isinstance(workload.compiled, bool):
+            raise ValueError(
+                f"{told}: stages have names of their own, so that compiled={workload.compiled!r} "
+                "names no modules: pass True for the blocks, or False"
+            )
+        if workload.accumulation == "every":
+            raise ValueError(
+                f"{told}: torch's schedules do not reduce gradients in every micro-batch: pass "
+                "accumulation='unsharded', or 'sharded' to sum on shards"
+            )
+
+
+def _told(setup: Setup, whole: TracedSteps) -> dict[str, Any]:
+    """What makes a configuration, as JSON-compatible data."""
+    workload, sharding = setup.workload, setup.sharding
+    reshard: Any = sharding.reshard_after_forward
+    if callable(reshard):
+        reshard = "by unit"
+    told: dict[str, Any] = {
+        "strategy": sharding.strategy,
+        "wrap": whole.label_of(sharding.wrap),
+        "reshard_after_forward": "default" if reshard is None else reshard,
+        "prefetch": sharding.prefetch,
+        "micro_batches": workload.micro_batches,
+        "accumulation": None if workload.micro_batches == 1 else workload.accumulation,
+        "compiled": None,
+    }
+    if names := whole.compiled_modules(workload.compiled):
+        told["compiled"] = "blocks" if workload.compiled is True else plural(len(names), "module")
+    if whole.experts:
+        told["expert_ranks"] = workload.expert_ranks
+    if workload.parallelize is not None:
+        told["tensor_ranks"] = workload.tensor_ranks
+    if workload.context_ranks > 1:
+        told["context_ranks"] = workload.context_ranks
+    if workload.pipeline_ranks > 1:
+        told |= {n: getattr(workload, n) for n in ("pipeline_ranks", "schedule", "stages_per_rank")}
+    told["activation_checkpointing"] = workload.activation_checkpointing
+    for name in ("param_dtype", "reduce_dtype"):
+        if (dtype := getattr(sharding.mp_policy, name)) is not None:
+            told[name] = str(dtype)[6:]
+    if isinstance(sharding.offload_policy, CPUOffloadPolicy):
+        told["offload"] = True
+    if setup.granularity:
+        told["shard_granularity"] = f"of {plural(len(setup.granularity), 'parameter')}"
+    limits = {
+        "max_device_bytes": sharding.max_device_bytes,
+        "replicate_below": sharding.replicate_below or None,
+        "comm_policy": sharding.comm_policy,
+        "max_gathered_bytes": sharding.max_gathered_bytes,
+        "offload_optimizer": workload.offload_optimizer,
+        "max_saved_bytes": workload.max_saved_bytes,  # 0 is the tightest limit
+    }
+    for name, value in limits.items():
+        if value is not None:
+            told[name] = value if isinstance(value, int) else str(value)
+    return told
