@@ -39,7 +39,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 
-from ..common.checks import check_bytes
+from ..common.checks import check_bytes, check_kind, check_number
 from ..common.suggestions import did_you_mean
 from ..features.gather_budget import checked_budget
 from ..policy import (
@@ -222,9 +222,12 @@ def shard_model(
         >>> optimizer = torch.optim.AdamW(model.parameters())  # after sharding
         >>> print(explain(model))
     """
-    how = with_fields(checked_sharding(sharding or Sharding()), fields)
+    sharding = Sharding() if sharding is None else sharding
+    check_kind("sharding", sharding, Sharding, 'Sharding("full")')
+    how = with_fields(sharding, fields)
     chosen = find_strategy(how.strategy)
-    _checked_numbers(how.replicate_below, how.prefetch)
+    check_number("replicate_below", how.replicate_below, 0)
+    check_number("prefetch", how.prefetch)
     if how.max_gathered_bytes is not None:
         checked_budget("max_gathered_bytes", how.max_gathered_bytes)
     offload_policy = offload_beyond(how.offload_policy, how.max_device_bytes)
@@ -263,13 +266,6 @@ def shard_model(
     return model
 
 
-def checked_sharding(sharding: Any) -> Sharding:
-    """``sharding``; a TypeError if it is something else."""
-    if not isinstance(sharding, Sharding):
-        raise TypeError(f"sharding must be a Sharding, got {sharding!r}: fields go by name")
-    return sharding
-
-
 def offload_beyond(policy: Any, max_device_bytes: int | None) -> OffloadPolicy:
     """``policy``, which leaves so many bytes of all units together on the device.
 
@@ -298,14 +294,6 @@ def reshard_of(
     if choice is not None and not unit.is_root:
         return choice
     return strategy.reshard_after_forward
-
-
-def _checked_numbers(replicate_below: Any, prefetch: Any) -> None:
-    for name, value, least in (("replicate_below", replicate_below, 0), ("prefetch", prefetch, 1)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, got {value!r}")
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def _mesh_for(

@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 from ..api.shard_model import Sharding, find_strategy, with_fields
+from ..common.checks import check_number
 from ..common.suggestions import did_you_mean
 from .candidates import Candidate
 from .cluster import Cluster
@@ -17,7 +18,7 @@ from .replay.schedules import SCHEDULES, STAGES_PER_RANK, check_schedule_name
 from .replay.setups import checked_mesh
 from .trace.checkpointing import MODES
 from .traces import TracedSteps
-from .workload import Workload, check_number
+from .workload import Workload
 
 # What `plan` searches.
 _OF_SHARDING = ("strategy", "wrap", "reshard_after_forward", "prefetch")

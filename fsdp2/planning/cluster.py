@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from math import isfinite, prod
 from typing import Any
 
-from ..api.shard_model import find_strategy
+from ..api.shard_model import Sharding, find_strategy
+from ..common.checks import check_kind, check_number
 from .hardware.hardware import Hardware, find_hardware
 from .replay.setups import checked_mesh
 from .workload import Workload
@@ -107,18 +108,25 @@ class Cluster:
         return mesh
 
 
+def check_arguments(workload: object, sharding: object, *cluster: object) -> None:
+    """Raise a TypeError for what is not of these classes."""
+    check_kind("workload", workload, Workload, "Workload(model, batch)")
+    check_kind("sharding", sharding, Sharding, 'Sharding("full")')
+    for each in cluster:
+        check_kind("cluster", each, Cluster, 'Cluster("h100", 64)')
+
+
 def check_ranks(num_ranks: Any, hardware: Hardware) -> None:
     """Check a number of ranks.
 
     Raises:
-        ValueError: if several nodes would not be full.
+        ValueError: if it is less than 1, or several nodes would not be full.
         TypeError: if it is not an int.
     """
-    if not isinstance(num_ranks, int) or isinstance(num_ranks, bool):
-        raise TypeError(f"num_ranks must be an int, got {num_ranks!r}")
+    check_number("num_ranks", num_ranks)
     node = hardware.ranks_per_node
-    if num_ranks < 1 or (num_ranks > node and num_ranks % node):
+    if num_ranks > node and num_ranks % node:
         raise ValueError(
-            f"num_ranks must be positive, and a multiple of the {node} GPUs of a node if there are "
-            f"several nodes; got {num_ranks}"
+            f"num_ranks must be a multiple of the {node} GPUs of a node if there are several "
+            f"nodes; got {num_ranks}"
         )

@@ -10,6 +10,7 @@ from ..dtensor.boxes import entries_per_part
 from ..policy import check_comm_policy
 from ..transports.host.topology import split_by_link
 from ..wrap import units_of
+from .cluster import check_arguments
 from .estimate_report import Estimate, RankEstimate, TrafficRow
 from .replay.replay import Replay, placed_optimizer, replay
 from .replay.setups import checked_mesh, granularities, make_setup
@@ -66,6 +67,7 @@ def estimate(
         >>> workload = Workload(model, batch, loss_fn=lambda out: out.float().mean())
         >>> print(estimate(workload, Sharding(), 1024))
     """
+    check_arguments(workload, sharding)
     if workload.pipeline_ranks > 1:
         raise ValueError(
             f"pipeline_ranks={workload.pipeline_ranks}: an estimate is of ranks that do the same; "

@@ -6,17 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..api.shard_model import Sharding, checked_sharding
+from ..api.shard_model import Sharding
+from ..common.checks import check_number
 from ..policy import adopt_offload_policy
 from ..render.text import show_seconds
 from .choices import choices_of, given_of
-from .cluster import Cluster
+from .cluster import Cluster, check_arguments
 from .plan_report import Plan, Split
 from .predictor import Predictor
 from .searching import SAME_SPEED, Search
 from .simulation.loads import describe_sizes, even_load, sizes_by_speed, speeds_of, uneven_loads
 from .traces import labelled, usual_wraps
-from .workload import Workload, check_number
+from .workload import Workload
 
 
 def plan(
@@ -83,7 +84,7 @@ def plan(
         >>> print(made)
         >>> made.picture("plan.png")
     """
-    sharding = checked_sharding(sharding)
+    check_arguments(workload, sharding, cluster)
     given = given_of(workload, sharding, over or {})
     sharding = replace(sharding, offload_policy=adopt_offload_policy(sharding.offload_policy))
     if sharding.max_gathered_bytes is not None:

@@ -7,10 +7,10 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from ..api.shard_model import Sharding, checked_sharding, find_strategy
+from ..api.shard_model import Sharding, find_strategy
 from ..render.text import one_line
 from .choices import values_of
-from .cluster import Cluster
+from .cluster import Cluster, check_arguments
 from .prediction import Prediction, Sweep
 from .predictor import Predictor
 from .traces import labelled
@@ -46,7 +46,8 @@ def predict(workload: Workload, sharding: Sharding, cluster: Cluster) -> Predict
         >>> best = plan(workload, Cluster("h100", 64), Sharding(mp_policy=bf16))
         >>> same = predict(best.workload, best.sharding, Cluster("h100", mesh=best.mesh_shape))
     """
-    predictor = Predictor(workload, checked_sharding(sharding), cluster.gpu)
+    check_arguments(workload, sharding, cluster)
+    predictor = Predictor(workload, sharding, cluster.gpu)
     mesh = cluster.mesh_for(workload, sharding.strategy)
     return predictor.predict(predictor.workload, sharding, mesh, cluster.budget_bytes, ranged=True)
 
@@ -100,7 +101,7 @@ def sweep(
         >>> print(made)
         >>> print(made.best)
     """
-    checked_sharding(sharding)
+    check_arguments(workload, sharding, cluster)
     known = (*_OF_CLUSTER, *_OF_WORKLOAD, *_OF_SHARDING)
     values = {name: values_of(name, each, known, "sweep") for name, each in over.items()}
     for name, given in values.items():

@@ -77,7 +77,7 @@ class Prediction(Outcome):
 
     @property
     def bound(self) -> str:
-        """What bounds a step: "compute", "communication", "copies", "host" or "pipeline"."""
+        """What bounds a step, "compute", "communication", "copies", "host" or "pipeline"."""
         return bound_of(self.step)
 
     @property

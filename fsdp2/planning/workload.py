@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..common.checks import check_kind, check_number
 from ..common.suggestions import did_you_mean
 from .trace.checkpointing import MODES
 from .trace.kernels import Kernels
@@ -156,9 +157,8 @@ class Workload:
             check_number(name, getattr(self, name))
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices)
-        offload = self.offload_optimizer
-        if not (offload is None or isinstance(offload, StateOffload)):
-            raise TypeError(f"offload_optimizer must be a StateOffload or None, got {offload!r}")
+        if self.offload_optimizer is not None:
+            check_kind("offload_optimizer", self.offload_optimizer, StateOffload, "StateOffload()")
 
     @property
     def ranks_per_batch(self) -> int:
@@ -175,19 +175,6 @@ _CHOICES = {
     "activation_checkpointing": MODES,
     "unknown_costs": CHOICES,
 }
-
-
-def check_number(name: str, value: object, least: int = 1) -> None:
-    """Check an argument that counts something.
-
-    Raises:
-        TypeError: if it is not an int.
-        ValueError: if it is less than ``least``.
-    """
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:

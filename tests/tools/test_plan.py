@@ -347,7 +347,7 @@ def test_more_ranks_than_anybody_has() -> None:
     [
         ({"hardware": "h1000"}, ValueError, "no hardware 'h1000'"),
         ({"num_ranks": 12}, ValueError, "a multiple of the 8 GPUs"),
-        ({"num_ranks": 0}, ValueError, "must be positive"),
+        ({"num_ranks": 0}, ValueError, "num_ranks must be at least 1, got 0"),
         ({"num_ranks": 2.0}, TypeError, "must be an int"),
         ({"activation_checkpointing": ("all",)}, ValueError, "got 'all'"),
         ({"micro_batches": 0}, ValueError, "micro_batches must be at least 1, got 0"),

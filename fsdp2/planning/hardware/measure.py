@@ -367,7 +367,7 @@ def _num_hosts() -> int:
 
 
 def write_hardware(hardware: Hardware, path: str | os.PathLike[str]) -> None:
-    """Write a file that ``find_hardware``, and so ``plan(hardware=...)``, reads.
+    """Write a file that ``find_hardware``, and so ``Cluster(file, ...)``, reads.
 
     Who reads it meanwhile sees the old file or the new one. One rank calls this.
 

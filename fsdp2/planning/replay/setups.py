@@ -11,9 +11,10 @@ from torch import nn
 
 from ...api.arguments import checked_granularity, meant_reshard
 from ...api.shard_model import Sharding, find_strategy, offload_beyond, reshard_of
+from ...common.checks import check_number
 from ...policy import adopt_offload_policy
 from ...wrap import UnitDescription, parameters_of
-from ..workload import Workload, check_number
+from ..workload import Workload
 from .shards import Setup
 
 
