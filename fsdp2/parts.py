@@ -8,6 +8,7 @@ from torch import nn
 from .api import comm_settings, library_methods, torch_errors
 from .api.module import add_methods
 from .features import (
+    double_backward,
     finalization,
     frozen_cache,
     functional_call,
@@ -33,7 +34,7 @@ PARTS = (
     *(custom, compressed, exchange),
     *(early_free, finalization, gather_budget, frozen_cache, functional_call),
     *(parameter_hooks, spmd_types, extension),
-    *(partial_gradients, middle, side_by_side, steps_in_backward),
+    *(partial_gradients, double_backward, middle, side_by_side, steps_in_backward),
     *(first_forward, initial_values, gathered_writes, optimizer_checks, requested_gradients),
     *(lost_writes, unwritten, library_methods, torch_errors),
 )

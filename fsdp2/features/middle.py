@@ -111,7 +111,7 @@ def _enter(unit: Unit, runtime: Runtime, hooks: GroupHooks, forward: Forward, gr
 def _left(hooks: GroupHooks, grad: torch.Tensor) -> None:
     """Backward left a module in the middle by its input, and ``grad`` is complete."""
     if torch.is_grad_enabled():  # with create_graph=True
-        hooks.watch_second_backward((grad,))
+        hooks.tell_left((grad,))
 
 
 def _mark(tensor: torch.Tensor, hooks: dict[int, Callable[..., None]]) -> None:

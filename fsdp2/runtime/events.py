@@ -8,8 +8,8 @@ hook 25 nanoseconds.
 There are two kinds. A `UnitPart` is one object per process, and hears of units from their making
 on, and keeps what it knows of one in `Unit.of_parts`: in a weak dictionary, values that lead to
 parameters, their modules and so to the unit would keep it alive. A `TreePart` is made with the
-runtime of a tree, and hears of its steps. Events pass units, never tensors: a reference would keep
-memory alive, and those to parameters are counted.
+runtime of a tree, and hears of its steps. Events pass units, and no parameters: a reference would
+keep memory alive, and those to parameters are counted.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 from weakref import WeakSet
 
+import torch
 from torch import nn
 
 from ..sharding.param import ShardedParam
@@ -108,6 +109,9 @@ class TreePart:
     def backward_leaves(self, unit: Unit) -> None:
         """The gradients of one forward of ``unit`` are done, and it was freed if it is to be."""
 
+    def left_with_graph(self, unit: Unit, grads: Sequence[torch.Tensor | None]) -> None:
+        """A backward with ``create_graph=True`` has left ``unit`` with ``grads`` for its inputs."""
+
     def gradients_taken(self, unit: Unit, taken: Taken) -> None:
         """``taken`` are complete, and off the parameters; ``unit`` may be gathered still."""
 
@@ -185,6 +189,7 @@ class TreeEvents(_Hearers):
     first_gathered: _OfUnit
     backward_begins: _OfTree
     backward_leaves: _OfUnit
+    left_with_graph: tuple[Callable[[Unit, Sequence[torch.Tensor | None]], None], ...]
     gradients_taken: tuple[Callable[[Unit, Taken], None], ...]
     reductions_launched: tuple[Callable[[Unit, Sequence[Reduction]], None], ...]
     reduction_completed: tuple[Callable[[Unit, Reduction], None], ...]

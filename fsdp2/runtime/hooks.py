@@ -244,7 +244,7 @@ class UnitHooks:
         return plain and tensor.layout is torch.strided and not tensor.is_nested
 
     def _crossing(self) -> Crossing:
-        return Crossing(runtime_of(self.unit), self.leave_backward, self.watch_second_backward)
+        return Crossing(runtime_of(self.unit), self.leave_backward, self.tell_left)
 
     def _follow_inputs(self, args: tuple, kwargs: dict) -> None:
         """Watch inputs that the forward has changed in place where they are now in the graph."""
@@ -294,30 +294,12 @@ class UnitHooks:
         """Backward left the unit through its inputs, whose gradients are ``grads``."""
         outside_torch_modes(runtime_of(self.unit).post_backward, self.unit)
         if torch.is_grad_enabled():
-            self.watch_second_backward(grads)
+            self.tell_left(grads)
 
-    def watch_second_backward(self, grads: Iterable[torch.Tensor | None]) -> None:
+    def tell_left(self, grads: Sequence[torch.Tensor | None]) -> None:
         """With create_graph=True: ``grads`` are what backward left this unit with."""
-        # A second backward goes through the first one, and enters the unit where that left it: by
-        # the gradients of its inputs. It reads the weights again.
-        enter = functools.partial(self._enter_again, Forward(self.unit, entered=True))
-        for grad in grads:
-            if grad is not None and grad.requires_grad:
-                grad.register_hook(enter)
-
-    def _enter_again(self, forward: Forward, grad: Any) -> None:
-        """A second backward reached the unit, through the graph of the first."""
-        unit = self.unit
-        parallel = next((param.fqn for param in unit.params if param.is_tensor_parallel), None)
-        if parallel is not None:
-            raise RuntimeError(
-                f"A second backward (create_graph=True) reached unit '{unit.name}', which has "
-                f"tensor-parallel parameters ('{parallel}'). torch does not differentiate twice "
-                "through conversions between DTensors and local tensors, so gradients would lack "
-                "terms. Compute penalties on gradients with a model that is only sharded: "
-                "fully_shard over all ranks, without tensor parallelism"
-            )
-        self.enter_backward(forward, grad)
+        for tell in runtime_of(self.unit).on.left_with_graph:
+            tell(self.unit, grads)
 
     def _watch_accumulation(self) -> None:
         """No input needs a gradient: count accumulated gradients instead."""

@@ -28,12 +28,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, repeat
 from operator import attrgetter, is_
-from typing import Any, NoReturn, Protocol, cast
+from typing import NoReturn, Protocol, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from typing_extensions import override
 
 from ..comm.mesh_transports import MeshTransports
 from ..comm.streams import Event, Streams
@@ -641,36 +640,3 @@ def _add(grad: torch.Tensor, *, to: torch.Tensor) -> None:
     if isinstance(grad, DTensor) and isinstance(to, DTensor):
         grad = grad.redistribute(placements=to.placements)
     local_of(to).add_(local_of(grad))
-
-
-class _NoGraph(torch.autograd.Function):
-    """Identity whose backward is an error."""
-
-    @staticmethod
-    @override
-    def forward(
-        ctx: Any, anchor: torch.Tensor, param: ShardedParam, local: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.fqn = param.fqn
-        return param.sharded_spec.wrap(local)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(
-            f"Backward reached '{ctx.fqn}'.grad, which backward(create_graph=True) made. The "
-            "reduction of gradients over ranks is not differentiable. Put penalties on gradients "
-            "from torch.autograd.grad(..., create_graph=True) instead: with respect to inputs and "
-            "activations or, with reshard_after_forward=False and between forward and backward, "
-            "to the unsharded parameters (of this rank's own loss)"
-        )
-
-
-def reduced_without_graph(param: ShardedParam, grad: torch.Tensor) -> torch.Tensor:
-    """``grad``, a sharded gradient, as a tensor that may not be differentiated.
-
-    It requires a gradient, like everything that ``backward(create_graph=True)`` leaves.
-    """
-    with torch.enable_grad():
-        anchor = torch.empty(0, device="cpu", requires_grad=True)
-        return _NoGraph.apply(anchor, param, local_of(grad).detach())

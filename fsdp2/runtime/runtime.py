@@ -531,9 +531,6 @@ class Runtime:
     def complete_iteration(self) -> None:
         """Wait for the reductions. Afterwards users may look at ``.grad``."""
         self.reductions.complete(self.streams)
-        if self.creates_graph:
-            for unit in self.units:
-                unit.gradients.refuse_graph()
         self.reductions.attached.clear()
         self.reductions.added.clear()
         self.in_iteration = False

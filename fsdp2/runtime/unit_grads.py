@@ -12,12 +12,11 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ..sharding.bucket import Bucket
 from ..sharding.param import ShardedParam
 from .param_group import ParamGroup, requires_grad_of
-from .reduction import Reduction, reduced_without_graph
+from .reduction import Reduction
 from .unit_config import UnitConfig
 
 _partial_of = attrgetter("partial_present")
@@ -201,16 +200,6 @@ class UnitGrads:
         for bucket in self._param_group.buckets:
             bucket.partial = None
             bucket.partial_present.clear()
-
-    def refuse_graph(self) -> None:
-        """After ``backward(create_graph=True)``: make a backward through ``.grad`` an error.
-
-        The reduction is not differentiated. Without the error, a penalty on gradients would
-        silently have no effect on a loss that it is added to.
-        """
-        for param in self._param_group.params:
-            if isinstance(param.sharded.grad, DTensor):
-                param.sharded.grad = reduced_without_graph(param, param.sharded.grad)
 
     # -- reducing ---------------------------------------------------------------------------
 

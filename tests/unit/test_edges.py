@@ -48,6 +48,7 @@ ALLOWED = {
     "compute()",
     # The same: autograd's engine, nodes and contexts; modules' dictionaries; what hooks are given.
     "features/parameter_hooks.py": "key hook",
+    "features/double_backward.py": "ctx _ backward()",
     "features/early_free/freed_params.py": "ctx func types args kwargs "
     "__torch_function__() __torch_dispatch__()",
     "runtime/borders.py": "ctx enter inputs output node before after Marks",
@@ -57,7 +58,6 @@ ALLOWED = {
     "runtime/hooks.py": "grad node output value states checker given made method args kwargs _ "
     "_with_types() self.methods post_forward() _cast() wrap_method() call()",
     "guards/optimizer_checks.py": "args kwargs param param_group",
-    "runtime/reduction.py": "ctx _ backward()",
     "runtime/registration.py": "args expected self._fast _Columns rows self._guarded",
     "guards/requested_gradients.py": "inputs outputs run args asked kwargs _grad() _run()",
     "runtime/unit_grads.py": "accumulator view",
