@@ -100,7 +100,7 @@ def _check_between_steps(units: Sequence[Unit], runtimes: Sequence[Runtime]) -> 
     for runtime in runtimes:
         for ask in runtime.on.before_root_forward:
             ask()
-        runtime.forwards.drop_held()  # of outputs that were dropped
+        runtime.schedule.drop_held()  # of outputs that were dropped
     for unit in units:
         if unit.running or unit.awaits_backward:
             raise RuntimeError(

@@ -101,9 +101,9 @@ def look(units: Sequence[Unit], names: Mapping[Unit, str], thread: int) -> Where
             # An enclosing unit is in backward for as long as those inside are.
             current = next((names[u] for u in begun if not u.encloses and u in names), current)
             current = current or next((names[u] for u in begun if u in names), "")
-        elif seen.forward_root is not None:
+        elif seen.schedule.root is not None:
             phase = "forward"
-            order = list(seen.this_forward)
+            order = list(seen.schedule.ran)
             done += len(order)
             current = names.get(order[-1], "") if order else ""
     return Whereabouts(step, phase, done, current or _gathered(units, names, phase), waits_for, at)

@@ -37,11 +37,10 @@ class DoubleBackward(TreePart):
                 grad.register_hook(enter)
 
     @override
-    def iteration_ends(self) -> None:
-        if self.runtime.creates_graph:
-            for param in (param for unit in self.runtime.units for param in unit.params):
-                if isinstance(param.sharded.grad, DTensor):
-                    param.sharded.grad = _reduced_without_graph(param, param.sharded.grad)
+    def graph_created(self) -> None:
+        for param in (param for unit in self.runtime.units for param in unit.params):
+            if isinstance(param.sharded.grad, DTensor):
+                param.sharded.grad = _reduced_without_graph(param, param.sharded.grad)
 
 
 def _enter_again(unit: Unit, forward: Forward, grad: torch.Tensor) -> None:

@@ -26,9 +26,10 @@ from torch import nn
 from typing_extensions import override
 
 from ..runtime.events import TreePart, UnitPart, registry
-from ..runtime.forwards import Lookahead, modules_being_called
 from ..runtime.runtime import Runtime, runtime_of
+from ..runtime.schedule import Lookahead
 from ..runtime.states import GATHERED, RESHARDED, State
+from ..runtime.torch_modes import modules_being_called
 from ..runtime.unit import Forward, Unit, unit_of, units_in
 from ..sharding.bucket import Bucket
 from .tensor_subclasses.extension import ExtensionBucket
@@ -105,16 +106,15 @@ class GatherBudget(TreePart):
         """Let its modules hold shards, so that it may be freed: see the note above."""
         runtime = self.runtime
         is_read = unit.running or unit.weight_grads_deferred or runtime.creates_graph
-        if not is_read and runtime.forward_root is not unit:
+        if not is_read and runtime.schedule.root is not unit:
             unit.register_sharded()
 
     @override
     def forward_ends(self, unit: Unit, forward: Forward | None) -> None:
         # What did not fit when this unit began may fit now.
         runtime = self.runtime
-        if runtime.predicted and not unit.forward_prefetch:
-            position = len(runtime.this_forward)
-            self._ahead.gather(runtime.forward_order[position : position + MAX_AHEAD])
+        if not unit.forward_prefetch:
+            self._ahead.gather(runtime.schedule.next(MAX_AHEAD))
 
     @override
     def backward_leaves(self, unit: Unit) -> None:

@@ -49,7 +49,7 @@ class Middle:
         self.unit = hooks.unit
         runtime = runtime_of(self.unit)
         # Both are of this forward of the tree, and a `Middle` does not outlive it.
-        self._order, self._ran = runtime.forward_order, runtime.this_forward
+        self._order, self._ran = runtime.schedule.expected, runtime.schedule.ran
         self.graph = forward is not None
         self._outputs: dict[int, Callable[..., None]] = {}
         self._inputs: dict[int, Callable[..., None]] = {}
@@ -214,8 +214,7 @@ class GroupHooks(UnitHooks):
             return None
         # (Two more: the last of them is not in the middle. And one that is not predicted finds the
         # unit freed.)
-        order, place = runtime.forward_order, len(runtime.this_forward)
-        goes_on = runtime.predicted and order[place : place + 2] == [unit, unit]
+        goes_on = runtime.schedule.next(2) == [unit, unit]
         return Middle(self, forward) if goes_on else None
 
 

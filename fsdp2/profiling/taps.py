@@ -172,7 +172,7 @@ class UnitTap:
             log.write(_MARKED(self.enter_recompute, mark))
         else:
             # The forward of a root, or of the outermost unit that is profiled.
-            recorder, root = self.recorder, runtime.forward_root
+            recorder, root = self.recorder, runtime.schedule.root
             if root is self.unit or (recorder.inside is None and root not in recorder.taps):
                 recorder.begin_forward(self, mark)
             log.write(_MARKED(self.enter_forward, mark))

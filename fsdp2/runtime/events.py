@@ -124,6 +124,9 @@ class TreePart:
     def iteration_ends(self) -> None:
         """All ``.grad`` are complete."""
 
+    def graph_created(self) -> None:
+        """An iteration has ended whose backward was called with ``create_graph=True``."""
+
     def backward_ends(self) -> None:
         """All units are freed that are to be."""
 
@@ -194,6 +197,7 @@ class TreeEvents(_Hearers):
     reductions_launched: tuple[Callable[[Unit, Sequence[Reduction]], None], ...]
     reduction_completed: tuple[Callable[[Unit, Reduction], None], ...]
     iteration_ends: _OfTree
+    graph_created: _OfTree
     backward_ends: _OfTree
     backward_abandoned: tuple[Callable[[], RuntimeError | None], ...]
     tree_reset: _OfTree

@@ -21,12 +21,17 @@ from torch.autograd import Variable
 from ..comm.streams import Event, Streams, streams_for
 from ..common.failures import accumulation_lost, parameters_are_gone
 from .events import Registry, TreeEvents, TreePart, registry
-from .forwards import Forwards, Lookahead, modules_being_called
 from .param_group import requires_grad_of
 from .reduction import Reduction, ReductionsInFlight
 from .registration import ModulesChanged, is_lending, put
+from .schedule import Lookahead, Schedule
 from .states import GATHERED, RESHARDED, AfterForward, State
-from .torch_modes import NOT_TRACED, autograd_is_running, outside_torch_modes
+from .torch_modes import (
+    NOT_TRACED,
+    autograd_is_running,
+    modules_being_called,
+    outside_torch_modes,
+)
 from .unit import Forward, Unit
 
 # How many units' worth of gradients may be on their way before compute waits for the oldest.
@@ -50,7 +55,7 @@ class Runtime:
         held_open: whether an iteration goes on after its backwards: gradients that no hook has
             reduced stay where they are.
         in_iteration: whether a backward has begun whose iteration has not ended.
-        forwards: forwards that backward may still reach.
+        schedule: what ran, what is expected, and where backward may still come to.
         lookahead: what is gathered before it is needed.
         computed_on: the stream of the last backward, on which it ends; of devices that have some.
         on: what parts of the library hear of this tree.
@@ -73,12 +78,7 @@ class Runtime:
         self.held_open = False
         self.in_iteration = False
         self.optimizer_event: Event = None
-        # Forward: the unit whose forward is the outermost now, and the order of units' forwards.
-        self.forward_root: Unit | None = None
-        self.orders: dict[Unit, list[Unit]] = {}  # by the outermost unit
-        self.forward_order: list[Unit] = []
-        self.this_forward: list[Unit] = []
-        self.predicted = False
+        self.schedule = Schedule()
         self._leads_to_backward = False
         self.in_backward = False
         self._adds_to_reductions = False
@@ -87,7 +87,6 @@ class Runtime:
         self._end: weakref.ref[object] = weakref.ref(self)  # dead once a backward is over or raised
         self.creates_graph = False
         self.num_backwards = 0
-        self.forwards = Forwards()
         self._carried_unit: Unit | None = None
         self._kept_unit: Unit | None = None  # as it was expected to run again at once
         self._borrows = False  # whether what modules hold is lent to them for this forward
@@ -137,26 +136,17 @@ class Runtime:
             if not unit.backward_began and not unit.has_graph:
                 unit.recomputes_all = True
             return
-        begins = self.forward_root is None or self.forward_root not in unit.enclosing
-        if begins or backward_raised:
+        schedule = self.schedule
+        if schedule.root is None or schedule.root not in unit.enclosing or backward_raised:
             self._begin_forward(unit)
         if self._kept_unit is not None:
             self._free_kept(beside=unit)
-        order, position = self.forward_order, len(self.this_forward)
-        follows = position > 0 and self.this_forward[-1] is unit
+        follows = schedule.ran and schedule.ran[-1] is unit
         unit.registration.check(module if follows else None)
         unit.unshard(self.streams)
         unit.running += 1
-        self.this_forward.append(unit)
-        by_hand = unit.forward_prefetch
-        if by_hand:
-            self.lookahead.gather(by_hand)
-            return
-        if self.predicted:
-            if position < len(order) and order[position] is unit:
-                self.lookahead.gather(order[position + 1 : position + 1 + self.lookahead.depth])
-            else:
-                self.predicted = False
+        schedule.begin(unit)
+        self.lookahead.gather(unit.forward_prefetch or schedule.next(self.lookahead.depth))
 
     def _begin_forward(self, unit: Unit) -> None:
         for ask in self.on.before_root_forward:
@@ -170,21 +160,17 @@ class Runtime:
             self.reset()
         if torch.jit.is_tracing():
             raise RuntimeError(NOT_TRACED.format("torch.jit.trace"))
-        if self.forward_root is not None:
+        if self.schedule.root is not None:
             self.reset()
         if not self._borrows and not all(u.registration.is_current() for u in self.units):
             raise ModulesChanged
         for tell in self.on.root_forward_begins:
             tell()
-        self.forward_root = unit
-        self.forwards.begin(unit)
+        self.schedule.begin_root(unit)
         self._leads_to_backward = torch.is_grad_enabled()
         self.streams.before_gathers(self.optimizer_event)
         # It marks one optimizer step and no later write: the next forward waits for all of compute.
         self.optimizer_event = None
-        self.forward_order = self.orders.get(unit, [])
-        self.predicted = bool(self.forward_order)
-        self.this_forward = []
         for other in self.units:
             if other.state is not State.SHARDED or self.on.before_reuse:
                 self.free_written(other)
@@ -241,20 +227,15 @@ class Runtime:
             unit.running = max(0, sum(called[module] for module in unit.modules) - 1)
         unit.has_graph = differentiable
         if differentiable or (unit.recomputes_all and self._leads_to_backward):
-            self.forwards.note(unit, forward if differentiable else None)
-        outermost = self.forward_root is unit and not unit.running
-        order, position = self.forward_order, len(self.this_forward)
-        runs_next = self.predicted and position < len(order) and order[position] is unit
-        runs_next = runs_next or unit.running > 0
+            self.schedule.end(unit, forward if differentiable else None)
+        outermost = self.schedule.root is unit and not unit.running
+        runs_next = unit.running > 0 or unit in self.schedule.next(1)
         if unit.registration.check_is_due and not runs_next:
             unit.registration.check()
         after = unit.after_forward(
             differentiable=differentiable,
             runs_next=runs_next,
-            ends_forward=self.predicted
-            and not outermost
-            and position == len(order)
-            and self.this_forward[-1] is unit,
+            ends_forward=not outermost and self.schedule.is_last(unit),
         )
         if unit.registration.overrides:
             # torch puts back the tensors that it found: they must not be without memory then.
@@ -295,9 +276,7 @@ class Runtime:
         if self._borrows:
             for unit in self.units:
                 unit.registration.lent = []
-        assert self.forward_root is not None
-        self.orders[self.forward_root] = self.this_forward
-        self.forward_root = None
+        self.schedule.end_root()
 
     # -- backward ---------------------------------------------------------------------------
 
@@ -322,7 +301,7 @@ class Runtime:
             raise parameters_are_gone(unit.name)
         self.begin_backward()
         config = unit.config
-        entered = self.forwards.enter(unit, forward)
+        entered = self.schedule.enter(unit, forward)
         if unit.backward_began:
             if unit.state not in GATHERED and config.unshard_in_backward:
                 unit.unshard(self.streams)
@@ -365,7 +344,7 @@ class Runtime:
         """A run of autograd has reached this tree: the end of that run ends this backward."""
         if self.in_backward:
             return
-        if self.forward_root is not None:
+        if self.schedule.root is not None:
             self._notice_failed_forward()
         for ask in self.on.backward_begins:
             ask()
@@ -401,8 +380,8 @@ class Runtime:
         for unit in self.units:
             if not any(module in running for module in unit.modules):
                 unit.running = 0
-        if self.forward_root is not None and not self.forward_root.running:
-            self.forward_root = None
+        if self.schedule.root is not None and not self.schedule.root.running:
+            self.schedule.root = None
 
     def post_backward(self, unit: Unit) -> None:
         """The gradients of one forward of ``unit`` are done: reduce them and free the unit."""
@@ -489,7 +468,7 @@ class Runtime:
                 self.complete_iteration()
             self.free_units()
         self._carried_unit = None
-        self.forwards.end_pass()
+        self.schedule.end_pass()
         for tell in self.on.backward_ends:
             tell()
         self.in_backward = False
@@ -536,7 +515,10 @@ class Runtime:
         self.in_iteration = False
         for tell in self.on.iteration_ends:
             tell()
-        self.forwards.end_iteration()
+        if self.creates_graph:
+            for refuse in self.on.graph_created:
+                refuse()
+        self.schedule.end_iteration()
 
     def free_units(self) -> None:
         for unit in self.units:
@@ -590,7 +572,7 @@ class Runtime:
         if self.ends_iteration or self.in_backward:
             return
         deferred = any(other.weight_grads_deferred for other in self.units)
-        if not deferred and not self.forwards.outstanding:
+        if not deferred and not self.schedule.outstanding:
             return
         if deferred:
             unit.unshard(self.streams)
@@ -655,11 +637,11 @@ class Runtime:
             unit.forwards.clear()
             unit.running = 0
         self.synchronize()
-        self.forwards.end_iteration()
-        self.forwards.end_pass()
+        self.schedule.end_iteration()
+        self.schedule.end_pass()
         self._carried_unit = self._kept_unit = None
         self.in_backward = self.in_iteration = False
-        self.forward_root = None
+        self.schedule.root = None
         for tell in self.on.tree_reset:
             tell()
         # Last: a caller that goes on without these gradients finds a tree that works.
@@ -680,7 +662,7 @@ def runtime_of(unit: Unit) -> Runtime:
 
 def last_order(root: Unit) -> list[Unit]:
     """The units in the order of the last forward of ``root``; repeats in a row count once."""
-    orders = {} if root.runtime is None else root.runtime.orders
+    orders = {} if root.runtime is None else runtime_of(root).schedule.orders
     return [unit for unit, _ in groupby(orders.get(root, ()))]
 
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
 import torch
+from torch import nn
 from torch.autograd import forward_ad
 from torch.utils import _python_dispatch as dispatch
 from torch.utils import checkpoint as _checkpoint
@@ -32,6 +34,8 @@ _SELECTIVE = tuple(
     if hasattr(_checkpoint, name)
 )
 
+
+_METHODS = __package__ + ".hooks"  # the file with the function that calls registered methods
 
 NOT_TRACED = (
     "{} of a sharded model: its parameters are gathered and freed while it runs, which a traced "
@@ -124,6 +128,27 @@ def _without_selective_checkpoints() -> Iterator[None]:
             dispatch._pop_mode()
         for mode in stack:
             dispatch._push_mode(mode)
+
+
+def modules_being_called() -> Counter[nn.Module]:
+    """How often the forward of each module, or a registered method, is on the stack of any thread.
+
+    Any thread, since autograd calls hooks from threads of its own where there is an accelerator.
+    """
+    # A flag that hooks set and clear cannot tell: no hook runs at the end of a forward that raised.
+    found: Counter[nn.Module] = Counter()
+    for top in sys._current_frames().values():
+        frame: FrameType | None = top
+        while frame is not None:
+            module = None
+            if frame.f_code is nn.Module._call_impl.__code__:
+                module = frame.f_locals.get("self")
+            elif frame.f_globals.get("__name__") == _METHODS and frame.f_code.co_name == "call":
+                module = frame.f_locals.get("module")
+            if isinstance(module, nn.Module):
+                found[module] += 1
+            frame = frame.f_back
+    return found
 
 
 def autograd_is_running() -> bool:

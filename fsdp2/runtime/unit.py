@@ -55,7 +55,6 @@ class TreeRuntime(Protocol):
     in_backward: bool
     creates_graph: bool
     units: list[Unit]
-    orders: dict[Unit, list[Unit]]
 
     @property
     def on(self) -> GatherEvents: ...

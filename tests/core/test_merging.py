@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard, merge_units, register_fsdp_forward_method
-from fsdp2.runtime import forwards
+from fsdp2.runtime import schedule
 from fsdp2.runtime.unit import units_in
 from gathers import bytes_held, counting
 from harness import distributed, ours_only
@@ -287,10 +287,10 @@ def test_what_a_unit_looks_at_does_not_grow_with_the_square_of_its_modules() -> 
     unit = units_in(model)[-1]
     looks: list[str] = []
     (guard,) = unit.registration._write_guards
-    check, awaited = guard.check, forwards.is_awaited
+    check, awaited = guard.check, schedule.is_awaited
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(guard, "check", lambda n: looks.append(n) or check(n))
-        patch.setattr(forwards, "is_awaited", lambda ref: looks.append("ref") or awaited(ref))
+        patch.setattr(schedule, "is_awaited", lambda ref: looks.append("ref") or awaited(ref))
         for _ in range(10):
             model(torch.ones(2, 6)).sum().backward()
     refs = looks.count("ref")

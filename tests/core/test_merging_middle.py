@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, merge_units
 from fsdp2.features.middle import Middle
-from fsdp2.runtime import runtime as root
+from fsdp2.runtime import runtime as runtime_file
 from fsdp2.runtime.unit import unit_of
 from gathers import bytes_held, counting
 from harness import cached_mesh, distributed, ours_only
@@ -43,7 +43,7 @@ def train(model: Any, program: Callable[[Any, Tensor], list[Tensor]]) -> list[Te
         found += [each.detach() for each in run(model, torch.randn(4, 6, dtype=torch.float64))]
         for unit in model._units(True):
             assert unit.running == 0
-            assert unit.runtime.forward_root is None
+            assert unit.runtime.schedule.root is None
         params = [param for param in model.parameters() if param.requires_grad]
         grads = [param.grad for param in params if param.grad is not None]
         if run is plain:
@@ -138,7 +138,7 @@ def test_what_is_skipped_is_gathered_and_reduced_once() -> None:
             patch.setattr(Middle, "skips_post_forward", noted)
             patch.setattr(unit.runtime, "reduce", noted_reduce)
             patch.setattr(unit.runtime, "pre_backward", noted_enter)
-            patch.delattr(root, "modules_being_called")  # no look at the stack
+            patch.delattr(runtime_file, "modules_being_called")  # no look at the stack
             run(model, x)
         name = "layers.2.weight"
         return gathers.forward[name], gathers.backward[name], reduced.count(unit)

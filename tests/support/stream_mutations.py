@@ -223,9 +223,7 @@ def _drop_in_flight(unit: Unit, *_: Any, **__: Any) -> None:
 
 
 def _end_forward_early(runtime: Runtime) -> None:
-    assert runtime.forward_root is not None
-    runtime.orders[runtime.forward_root] = runtime.this_forward
-    runtime.forward_root = None
+    runtime.schedule.end_root()
 
 
 def _forget_gradients(reduction: Reduction, *_: Any) -> None:
@@ -287,7 +285,7 @@ def _reset_lazily(self: Runtime) -> None:
             bucket.in_flight.clear()
         unit.backward_began = False
     self.in_backward = False
-    self.forward_root = None
+    self.schedule.root = None
 
 
 def _free_held_at_once(unit: Unit, streams: Any, buckets: Any = None) -> None:

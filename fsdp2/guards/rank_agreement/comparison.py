@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...runtime.runtime import runtime_of
 from ...runtime.unit import Unit
 from ...sharding.param import ShardedParam, TensorSpec
 from ..samples import Samples
@@ -123,8 +124,8 @@ def _as_text(value: object, names: Names) -> str:
 def last_order(units: Iterable[Unit], names: Names) -> dict[str, str]:
     """The order in which the last forward of each root ran the units."""
     found = {}
-    for runtime in dict.fromkeys(unit.runtime for unit in units if unit.runtime is not None):
-        for root, order in runtime.orders.items():
+    for runtime in dict.fromkeys(runtime_of(unit) for unit in units if unit.runtime is not None):
+        for root, order in runtime.schedule.orders.items():
             key = f"order of units in the last forward of '{name_of(root, names)}'"
             found[key] = ", ".join(name_of(unit, names) for unit in order)
     return found

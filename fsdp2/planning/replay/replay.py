@@ -319,7 +319,7 @@ class _ReplayRuntime(Runtime):
     @override
     def begin_backward(self) -> None:
         self.in_backward = True
-        self.forward_root = None
+        self.schedule.root = None
 
     @override
     def pre_forward(self, unit: Any, module: nn.Module | None = None) -> None:

@@ -1,46 +1,49 @@
-"""Which forwards still have a backward to come, what ran before each of them, and what is gathered
-ahead for it.
+"""What ran in a tree of units, what is expected next, and where backward may still come to.
 
-Backward may run at any time and in pieces: inside the loss, inside another forward, for inputs now
-and for weights later, for one micro-batch while others wait. So the number of backwards says
-nothing about what is left. Every forward of a unit leaves a `Forward`. Only the hooks on its
-outputs hold it, and the forwards that ended after it: it lives as long as backward may reach one of
-these.
+The order of the last forward predicts the next one. Backward may run at any time and in pieces:
+inside the loss, inside another forward, for inputs now and for weights later, for one micro-batch
+while others wait. So the number of backwards says nothing about what is left. Every forward of a
+unit leaves a `Forward`. Only the hooks on its outputs hold it, and the forwards that ended after
+it: it lives as long as backward may reach one of these.
+
+Nothing here knows torch. All ranks have to gather alike, so what is gathered follows from program
+order, which they share, and from where backward has been. Whether a graph still exists is known to
+one rank only: a rank that keeps a loss to look at it would gather what the others do not.
 """
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections import Counter
-from collections.abc import Iterable
-from types import FrameType
-
-from torch import nn
+from collections.abc import Iterable, Sequence
 
 from ..comm.streams import Streams
 from .states import RESHARDED
 from .unit import Forward, Unit, is_awaited
 
-_METHODS = __package__ + ".hooks"  # the file with the function that calls registered methods
 # Forwards without a graph that are remembered; more of them are never recomputed.
 MAX_UNGRAPHED = 4096
 MIN_FORWARDS = 8  # of a unit, before those that are over are looked for
 
 
-class Forwards:
-    """The forwards of one tree of units, in the order in which they ended.
-
-    Gathers in backward follow from that order and from where backward has been, which all ranks
-    know. Whether a graph still exists is known to one rank only: a rank that keeps a loss to look
-    at it would gather what the others do not.
+class Schedule:
+    """The forwards of one tree of units.
 
     Attributes:
+        root: the unit whose forward is the outermost now; None: no forward runs.
+        orders: the units of the last forward, by the outermost one.
+        expected: those of the last forward of ``root``.
+        ran: those of this one so far.
+        predicted: whether ``ran`` is how ``expected`` begins.
         outstanding: the numbers of outermost forwards of this iteration that have left a graph
             where backward has not been.
     """
 
     def __init__(self) -> None:
+        self.root: Unit | None = None
+        self.orders: dict[Unit, list[Unit]] = {}
+        self.expected: list[Unit] = []
+        self.ran: list[Unit] = []
+        self.predicted = False
         self.outstanding: set[int] = set()
         # Of the last one, the last that has left a graph, and the last that backward has reached.
         self._number = self._left_graph = self._reached = 0
@@ -49,7 +52,9 @@ class Forwards:
         self._began: set[Unit] = set()
         self._ungraphed: list[Forward] = []
 
-    def begin(self, unit: Unit) -> None:
+    # -- forward ----------------------------------------------------------------------------
+
+    def begin_root(self, unit: Unit) -> None:
         """An outermost forward, of ``unit``, begins.
 
         If the unit had one before in this pass, this is another pass over the model. (A pass may
@@ -58,8 +63,33 @@ class Forwards:
         if unit in self._began:
             self.end_pass()
         self._began.add(unit)
-        self._outermost = unit
+        self.root = self._outermost = unit
         self._number += 1
+        self.expected = self.orders.get(unit, [])
+        self.predicted = bool(self.expected)
+        self.ran = []
+
+    def begin(self, unit: Unit) -> None:
+        """A forward of ``unit`` begins, inside of ``root`` or of ``root`` itself."""
+        order, position = self.expected, len(self.ran)
+        if self.predicted and not unit.forward_prefetch:  # whose user says what comes next
+            self.predicted = position < len(order) and order[position] is unit
+        self.ran.append(unit)
+
+    def next(self, num: int) -> Sequence[Unit]:
+        """The units of the next forwards, at most ``num``; none if they are not known."""
+        position = len(self.ran)
+        return self.expected[position : position + num] if self.predicted else ()
+
+    def is_last(self, unit: Unit) -> bool:
+        """Whether the forward of ``unit`` was the last one inside of ``root``."""
+        return self.predicted and len(self.ran) == len(self.expected) and self.ran[-1] is unit
+
+    def end_root(self) -> None:
+        """The outermost forward has ended."""
+        assert self.root is not None
+        self.orders[self.root] = self.ran
+        self.root = None
 
     def end_pass(self) -> None:
         """A backward is over: what comes next is another pass."""
@@ -82,8 +112,8 @@ class Forwards:
         # there is one, the recomputation is not recognized, which costs a prefetch.
         self._ungraphed.clear()
 
-    def note(self, unit: Unit, forward: Forward | None) -> None:
-        """A forward has ended.
+    def end(self, unit: Unit, forward: Forward | None) -> None:
+        """A forward of ``unit`` has ended, where backward may come.
 
         Args:
             forward: None for one that has no graph and is recomputed in backward.
@@ -163,24 +193,3 @@ class Lookahead:
         """
         if before is not None and before.config.unshard_in_backward:
             self.gather((before,))
-
-
-def modules_being_called() -> Counter[nn.Module]:
-    """How often the forward of each module, or a registered method, is on the stack of any thread.
-
-    Any thread, since autograd calls hooks from threads of its own where there is an accelerator.
-    """
-    # A flag that hooks set and clear cannot tell: no hook runs at the end of a forward that raised.
-    found: Counter[nn.Module] = Counter()
-    for top in sys._current_frames().values():
-        frame: FrameType | None = top
-        while frame is not None:
-            module = None
-            if frame.f_code is nn.Module._call_impl.__code__:
-                module = frame.f_locals.get("self")
-            elif frame.f_globals.get("__name__") == _METHODS and frame.f_code.co_name == "call":
-                module = frame.f_locals.get("module")
-            if isinstance(module, nn.Module):
-                found[module] += 1
-            frame = frame.f_back
-    return found
