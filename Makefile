@@ -35,18 +35,19 @@ else
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 endif
 
-# Two or more test files at a time where pytest-xdist is installed, one otherwise.
+# Two or more test files at a time where pytest-xdist is installed, one otherwise. conftest.py says
+# in which order.
 HAS_XDIST := import importlib.util, sys; sys.exit(importlib.util.find_spec("xdist") is None)
-PARALLEL = $(shell $(PY) -c '$(HAS_XDIST)' && printf %s '-n auto --dist loadfile')
+PARALLEL = $(shell $(PY) -c '$(HAS_XDIST)' && printf %s '-n auto --dist loadfile --no-loadscope-reorder')
 
 # Hundreds of processes of the tests import the package; without bytecode each compiles it anew.
-test test-all test-device test-versions cuda: export PYTHONDONTWRITEBYTECODE :=
+check test test-all test-device test-versions cuda: export PYTHONDONTWRITEBYTECODE :=
 
 TRAIN_ARGS = $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train train-2d train-pipeline train-moe train-resnet train-weather \
-	train-recommender test test-all test-versions test-device cuda lint format dist-check bench \
+	train-recommender check test test-all test-versions test-device cuda lint format dist-check bench \
 	bench-gpu gpu bench-ckpt bench-clip bench-estimate bench-choosing bench-faults bench-policies bench-links \
 	bench-offload bench-uneven optimizers subclasses docs clean
 
@@ -80,6 +81,12 @@ train-resnet train-weather train-recommender: train-%: $(FOR_EXAMPLES)
 train-resnet:  ## ResNet-18 on handwritten digits; ARGS="--amp --strategy grad"
 train-weather:  ## a weather transformer; ARGS="--wrap layers --ac"
 train-recommender:  ## deep and wide, with embedding tables; ARGS="--replicate-below 65536"
+
+check: $(FOR_DEV)  ## lint, and run for two minutes the tests nearest to what changed; BASE=commit
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) tools/check.py $(if $(BASE),--base $(BASE)) $(PARALLEL) $(ARGS)
 
 test: $(FOR_TEST)  ## run the tests, each on one of its world sizes
 	$(PY) -m pytest $(PARALLEL) $(ARGS)

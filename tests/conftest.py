@@ -1,8 +1,10 @@
 """What holds for every test: the `long` marker, the choice of tests that depend on torch's version,
-the number of test files that run at once, and the end of process groups and ranks."""
+the number of test files that run at once and their order, and the end of process groups and ranks.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import durations
 import harness
 import run_log
 from torch_versions import DEPEND_ON_TORCH_VERSION
@@ -22,6 +25,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--torch-versions",
         action="store_true",
         help="only the tests that depend on torch's version: about a fifth (torch_versions.py)",
+    )
+
+    parser.addoption(
+        "--record-durations",
+        action="store_true",
+        help="write to tests/support/durations.json how long each file took",
     )
 
     parser.addoption(
@@ -39,6 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["FSDP2_TEST_DEVICE"] = harness.DEVICE = device
     if path := os.environ.get(run_log.VARIABLE):
         config.pluginmanager.register(run_log.RunLog(path))
+    if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(durations.Recorder(durations.FILE, config.rootpath))
     harness.start_chaos()
 
 
@@ -55,6 +66,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         here = Path(__file__).parent
         files = {here / name for name in DEPEND_ON_TORCH_VERSION}
         _keep(config, items, lambda item: item.path in files)
+    if hasattr(config, "workerinput"):  # of pytest-xdist
+        items[:] = durations.longest_first(items, json.loads(durations.FILE.read_text()))
 
 
 def _other_world_sizes(items: list[pytest.Item]) -> set[pytest.Item]:
