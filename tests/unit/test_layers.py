@@ -1,12 +1,11 @@
-"""The layers: files import only what stands before them in the tables of ``docs/design.md``."""
+"""The layers: files import only what stands before them in ``layers.txt``."""
 
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 from functools import cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import pytest
@@ -22,32 +21,18 @@ PARTS = (
 FOR_TYPES = {"api/module.py": "parts.py"}
 
 
-def tables() -> list[list[str]]:
-    """Of each row of the tables of layers, the files and folders, relative to the package."""
-    text = (ROOT / "docs" / "design.md").read_text()
-    section = text.split("## Layers\n")[1].split("\n## ")[0]
-    rows = []
-    for cell in re.findall(r"^\| (`[^|]*) \|(?! owns)", section, re.MULTILINE):
-        names: list[str] = []
-        folder = ""
-        for name in re.findall(r"`([^`]+)`", cell):
-            folder = name[: name.rfind("/") + 1] or folder
-            names.append(name if "/" in name else folder + name)
-        rows.append(names)
-    return rows
-
-
-def is_room(name: str) -> bool:
-    return name.endswith("/") or "/" not in name
-
-
 def layers() -> list[str]:
-    """All files in the order of the tables: a room stands for the files of its own table."""
-    names = [name for row in tables() for name in row]
+    """All files in the order of ``layers.txt``, relative to the package."""
     order: list[str] = []
-    for room in filter(is_room, names):
-        inside = [name for name in names if name.startswith(room) and name != room]
-        order += inside if room.endswith("/") else [room]
+    room = ""
+    for line in (Path(__file__).parent / "layers.txt").read_text().splitlines():
+        if line.startswith("    "):
+            assert room.endswith("/"), f"{room} is a file: {line}"
+            order += [f"{room}{name}.py" for name in line.split()]
+        elif line and not line.startswith("#"):
+            room = line
+            if not room.endswith("/"):
+                order.append(room)
     return order
 
 
@@ -94,8 +79,12 @@ def upward(order: list[str]) -> list[str]:
 
 def test_every_file_has_its_layer() -> None:
     files = {str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*.py") if p.name != "__init__.py"}
-    order = layers()
-    assert sorted(order) == sorted(files)
+    assert sorted(layers()) == sorted(files)
+
+
+def test_the_files_of_a_room_stand_together() -> None:
+    rooms = [name.split("/")[0] for name in layers()]
+    assert len(list(groupby(rooms))) == len(set(rooms))
 
 
 def test_files_import_only_what_stands_before_them() -> None:
