@@ -148,12 +148,12 @@ def table() -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Prints the table; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.batches", description=__doc__)
-    parser.add_argument("--write-docs", action="store_true", help="put it into docs/design.md")
+    parser.add_argument("--write-docs", action="store_true", help="put it into docs/streams.md")
     options = parser.parse_args(arguments)
     text = table()
     print(text)
     if options.write_docs:
-        write_readme(REPOSITORY / "docs" / "design.md", text, *MARKERS)
+        write_readme(REPOSITORY / "docs" / "streams.md", text, *MARKERS)
     return 0
 
 

@@ -119,7 +119,7 @@ def fully_shard(
             saves messages. 0 gathers every eligible parameter directly, a huge number none. At
             most 128 parameters of a bucket, the largest, are gathered directly. None: 64 KiB; on
             accelerators also packs the smallest 1/16 of a unit's bytes, and between hosts all of it
-            where that is faster (docs/design.md, "Batches").
+            where that is faster (docs/streams.md, "Batches").
         comm_policy: send weights and gradients in fewer bytes. None: in full.
         shard_granularity: rows per block (entries along the dim that is sharded), or a function of
             the parameter that returns them: the shards of all ranks consist of whole blocks,

@@ -63,7 +63,7 @@ ON_DEVICE = {
 @pytest.mark.skipif(testdev.why_not() is not None, reason=testdev.why_not() or "")
 @pytest.mark.parametrize("name", ON_DEVICE)
 def test_the_fault_changes_what_is_computed(name: str) -> None:
-    """`python -m stream_mutations_on_device` does this for all of them: the table in design.md."""
+    """`python -m stream_mutations_on_device` does this for all of them: the table in streams.md."""
     found = stream_mutations_on_device.outcomes(name, seeds=5)
     assert (set(found) != {stream_mutations_on_device.SAME}) == ON_DEVICE[name], found
 
