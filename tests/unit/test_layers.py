@@ -29,8 +29,8 @@ def layers() -> list[str]:
         if line.startswith("    "):
             assert room.endswith("/"), f"{room} is a file: {line}"
             order += [f"{room}{name}.py" for name in line.split()]
-        elif line and not line.startswith("#"):
-            room = line
+        elif room_here := line.split("#")[0].strip():
+            room = room_here
             if not room.endswith("/"):
                 order.append(room)
     return order
