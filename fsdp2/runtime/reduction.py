@@ -432,7 +432,7 @@ class Reduction:
             grad = params[i].sharded.grad
             if grad is None:
                 fresh.add(i)
-                # Offloaded: the host waits once for all copies, in `Runtime.join`, or in
+                # Offloaded: the host waits once for all copies, in `Runtime.synchronize`, or in
                 # `complete` where a hook is to read this one.
                 store.locals[i].copy_(value, non_blocking=True)
             else:
