@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fsdp2 import Kernels, MixedPrecisionPolicy, Sharding, Workload
 from fsdp2.planning import SimulatedStep, Simulator, find_hardware
-from fsdp2.planning.predictor import Predictor
+from fsdp2.planning.predictor import Configuration, Predictor
 from fsdp2.planning.replay.pipeline import Part
 from fsdp2.planning.simulation.pipeline_estimates import estimate_pipeline, stages_alone
 from fsdp2.planning.simulation.pipeline_times import replay_pipeline, simulate_pipeline
@@ -216,7 +216,7 @@ def parts_of(run: Run) -> list[Part]:
         micro_batches=run.micro_batches,
     )
     mesh = (run.num_gpus // (run.tensor_ranks * run.pipeline_ranks),)
-    return predictor.parts(workload, predictor.sharding, mesh)
+    return predictor.parts(Configuration(workload, predictor.sharding, mesh))
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import Any
@@ -17,16 +17,15 @@ from .predictor import Predictor
 from .replay.schedules import SCHEDULES, STAGES_PER_RANK, check_schedule_name
 from .replay.setups import checked_mesh
 from .trace.checkpointing import MODES
-from .traces import TracedSteps
 from .workload import Workload
 
 # What `plan` searches.
-_OF_SHARDING = ("strategy", "wrap", "reshard_after_forward", "prefetch")
-_OF_WORKLOAD = (
+OF_SHARDING = ("strategy", "wrap", "reshard_after_forward", "prefetch")
+OF_WORKLOAD = (
     *("activation_checkpointing", "accumulation", "expert_ranks", "tensor_ranks", "context_ranks"),
     *("pipeline_ranks", "schedule", "stages_per_rank"),
 )
-_SEARCHED = (*_OF_SHARDING, "mesh", *_OF_WORKLOAD)
+_SEARCHED = (*OF_SHARDING, "mesh", *OF_WORKLOAD)
 
 
 def given_of(
@@ -39,14 +38,13 @@ def given_of(
         TypeError: for a field that is not searched, and values of a wrong type.
     """
     found: dict[str, list[Any]] = {}
-    for owner, names in ((sharding, _OF_SHARDING), (workload, _OF_WORKLOAD)):
-        defaults = {each.name: each.default for each in fields(owner)}
+    for owner, names in ((sharding, OF_SHARDING), (workload, OF_WORKLOAD)):
         for name in names:
-            if (value := getattr(owner, name)) != defaults[name]:
+            if (value := getattr(owner, name)) != getattr(type(owner), name):
                 found[name] = [value]
     for name, values in over.items():
         found[name] = values_of(name, values, _SEARCHED, "plan")
-    for name in _OF_WORKLOAD:
+    for name in OF_WORKLOAD:
         for value in found.get(name, ()):
             with_fields(workload, {name: value})  # its checks
     for strategy in found.get("strategy", ()):
@@ -78,63 +76,79 @@ def values_of(name: str, values: Any, known: Sequence[str], who: str) -> list[An
     return list(values)
 
 
-@dataclass(frozen=True)
+# Tensor, context and pipeline ranks; None: nobody asks for them.
+Degree = tuple[int | None, int | None, int | None]
+
+
 class Choices:
     """What a search chooses from.
 
+    Args:
+        given: from `given_of`.
+        samples: of a step at most, in batches that each rank has for itself; None: no limit.
+
     Attributes:
-        given: values by field, where the user said something.
         num_ranks: all of them.
-        node: ranks of a node.
         modes: kinds of activation checkpointing.
         accumulations: ways to sum gradients; None: there is one micro-batch.
-        degrees: tensor, context and pipeline ranks.
+        degrees: that fit, each with some mesh.
         expert_ranks: beside a pipeline over each number of ranks; None: experts have no mesh of
             their own.
         pipelines: schedules, with stages on a rank.
-        asked: which of "tensor", "context" and "pipeline" the user has asked for.
+
+    Raises:
+        ValueError: for choices that do not go together, or with the number of ranks.
     """
 
-    given: Mapping[str, list[Any]]
-    num_ranks: int
-    node: int
-    modes: tuple[str, ...]
-    accumulations: Sequence[str | None]
-    degrees: Sequence[tuple[int, int, int]]
-    expert_ranks: Mapping[int, Sequence[int | None]]
-    pipelines: Sequence[tuple[str, int]]
-    asked: frozenset[str]
+    def __init__(
+        self,
+        predictor: Predictor,
+        cluster: Cluster,
+        given: dict[str, list[Any]],
+        samples: int | None = None,
+    ) -> None:
+        self._predictor, self._traces = predictor, predictor.whole
+        self._node = predictor.hardware.ranks_per_node
+        self.given, self.num_ranks = given, _num_ranks(cluster, given)
+        if cluster.mesh is not None:
+            self.given = {**given, "mesh": [cluster.mesh]}
+        found = self._all_degrees()
+        self._check_meshes(found)
+        if samples is not None:
+            found = self._within(found, samples)
+        asked = (
+            predictor.workload.parallelize is not None,
+            any(context > 1 for _, context, _ in found),
+            any(pipeline > 1 for _, _, pipeline in found),
+        )
+        tensor, context, pipeline = (
+            [number if is_asked else None for number in numbers]
+            for is_asked, numbers in zip(asked, zip(*found, strict=True), strict=True)
+        )
+        self.degrees: list[Degree] = list(zip(tensor, context, pipeline, strict=True))
+        self.modes = tuple(given.get("activation_checkpointing", MODES))
+        ways = given.get("accumulation", ["unsharded", "sharded"])
+        self.accumulations = ways if predictor.workload.micro_batches > 1 else [None]
+        self.expert_ranks = self._all_expert_ranks()
+        self.pipelines = _pipelines_of(given)
 
     @property
     def pipeline_ranks(self) -> list[int]:
         """All numbers of them, the smallest first."""
-        return sorted({pipeline for _, _, pipeline in self.degrees})
-
-    def pairs(self, pipeline: int) -> list[tuple[int | None, int | None]]:
-        """Numbers of tensor and context ranks beside a pipeline over so many ranks; None: nobody
-        asks for them."""
-        return [
-            (
-                tensor if "tensor" in self.asked else None,
-                context if "context" in self.asked else None,
-            )
-            for tensor, context, number in self.degrees
-            if number == pipeline
-        ]
+        return sorted({pipeline or 1 for _, _, pipeline in self.degrees})
 
     def first_round(
         self,
         modes: Sequence[str],
         wrap: str,
-        pair: tuple[int | None, int | None],
+        degree: Degree,
         expert_ranks: Sequence[int | None],
-        pipeline_ranks: int | None = None,
     ) -> list[Candidate]:
         """All meshes with these checkpointing modes and ranks of experts, and all ways to sum
-        gradients, for one pair of ranks of tensor and of context parallelism."""
-        tensor, context = pair
-        num_ranks = self.num_ranks // (pipeline_ranks or 1)
-        own, node = num_ranks // (tensor or 1), max(1, self.node // (tensor or 1))
+        gradients."""
+        tensor, context, pipeline = degree
+        num_ranks = self.num_ranks // (pipeline or 1)
+        own, node = num_ranks // (tensor or 1), max(1, self._node // (tensor or 1))
         start = Candidate(
             "",
             (),
@@ -142,7 +156,7 @@ class Choices:
             prefetch=self.given.get("prefetch", [1])[0],
             tensor_ranks=tensor,
             context_ranks=context,
-            pipeline_ranks=pipeline_ranks,
+            pipeline_ranks=pipeline,
         )
         ways = self.accumulations
         if start.is_pipeline:
@@ -182,7 +196,7 @@ class Choices:
         reshards: list[bool | int | None] = [None]
         if start.strategy in ("full", "hybrid"):  # others are this setting
             reshards.append(False)
-            shards, node = start.mesh[-1], max(1, self.node // (start.tensor_ranks or 1))
+            shards, node = start.mesh[-1], max(1, self._node // (start.tensor_ranks or 1))
             if shards > node and shards % node == 0:
                 reshards.append(node)
         return reshards
@@ -220,8 +234,135 @@ class Choices:
         if reshards := self.given.get("reshard_after_forward"):
             named = reshards[0] if len(reshards) == 1 else reshards
             return f"{told} reshard_after_forward={named!r}: it must divide the number of shards"
-        context = sorted({context for _, context, _ in self.degrees})
+        context = sorted({context or 1 for _, context, _ in self.degrees})
         return f"{told} context_ranks={context}: they must divide its last dim"
+
+    # -- what there is to choose from ------------------------------------------------------------
+
+    def _all_degrees(self) -> list[tuple[int, int, int]]:
+        """All combinations of numbers of tensor, context and pipeline ranks."""
+        given, num_ranks = self.given, self.num_ranks
+        lists = {
+            name: given.get(f"{name}_ranks", [1]) for name in ("tensor", "context", "pipeline")
+        }
+        if "pipeline_ranks" not in given and self._predictor.staged is not None:
+            lists["pipeline"] = self._usual_pipeline_ranks()
+        for name, numbers in lists.items():
+            for each in numbers:
+                own = with_fields(self._predictor.workload, {f"{name}_ranks": each})
+                self._traces.check_ranks(own)
+                if num_ranks % each:
+                    raise ValueError(f"{name}_ranks={each} must divide num_ranks={num_ranks}")
+        tensor, context, pipeline = lists.values()
+        found = [each for each in product(tensor, context, pipeline) if num_ranks % prod(each) == 0]
+        if not found:
+            told = " times ".join(f"{k}_ranks={v}" for k, v in lists.items() if v != [1])
+            raise ValueError(f"{told} must divide num_ranks={num_ranks}")
+        return found
+
+    def _usual_pipeline_ranks(self) -> list[int]:
+        """1, 2, 4, ..., as far as each rank has a block and a micro-batch of its own."""
+        most = min(len(self._traces.blocks), self._predictor.workload.micro_batches)
+        found = [1]
+        while 2 * found[-1] <= most and self.num_ranks % (2 * found[-1]) == 0:
+            found.append(2 * found[-1])
+        return found
+
+    def _check_meshes(self, degrees: Sequence[tuple[int, int, int]]) -> None:
+        tensor, context, pipeline = (sorted(set(each)) for each in zip(*degrees, strict=True))
+        for mesh in (checked_mesh(each, "mesh") for each in self.given.get("mesh", ())):
+            shape = " x ".join(map(str, mesh))
+            if all(prod(mesh) * t * p != self.num_ranks for t, _, p in degrees):
+                found = {"tensor": tensor, "pipeline": pipeline}
+                told = " and ".join(f"{n}_ranks={v}" for n, v in found.items() if v != [1])
+                beside = f" beside {told}" if told else ""
+                raise ValueError(
+                    f"mesh {shape} is not a mesh of num_ranks={self.num_ranks} ranks{beside}"
+                )
+            if all(mesh[-1] % each for each in context):
+                raise ValueError(
+                    f"context_ranks={context} must divide the last dim of mesh {shape}: "
+                    "parameters are sharded over data and context ranks together"
+                )
+
+    def _within(
+        self, degrees: Sequence[tuple[int, int, int]], most: int
+    ) -> list[tuple[int, int, int]]:
+        """Those with which a step has at most ``most`` samples."""
+        micro_batches = self._predictor.workload.micro_batches
+        samples = self._predictor.batch_size * micro_batches * self.num_ranks
+        found = [each for each in degrees if samples // prod(each) <= most]
+        if not found:
+            least = samples // max(prod(each) for each in degrees)
+            raise ValueError(
+                f"A step has {least:,} samples or more, and max_samples={most:,}: give fewer "
+                "ranks, more tensor_ranks or context_ranks, fewer micro-batches, or a sample_input "
+                "with fewer samples"
+            )
+        return found
+
+    def _all_expert_ranks(self) -> dict[int, list[int | None]]:
+        """The numbers of ranks over which experts may be distributed, by number of ranks of the
+        pipeline, each of whose stages has a mesh of experts; none of them may go with some of
+        these.
+
+        Raises:
+            ValueError: for more than there are experts, and for a number that divides the ranks of
+                no stage.
+        """
+        given, traces = self.given.get("expert_ranks"), self._traces
+        of_stage = {number: self.num_ranks // number for number in self.pipeline_ranks}
+        for each in given or ():
+            traces.check_ranks(replace(traces.workload, expert_ranks=each, tensor_ranks=1))
+            if all(ranks % each for ranks in of_stage.values()):
+                least, ranks = next(iter(of_stage.items()))
+                what = f"num_ranks={self.num_ranks}"
+                if least > 1:
+                    what = f"the ranks of a stage, {ranks} with pipeline_ranks={least}"
+                raise ValueError(f"expert_ranks={each} must divide {what}")
+        if not traces.experts:
+            return {number: [None] for number in of_stage}
+        if given is None:
+            return {n: [*self._usual_expert_ranks(ranks)] for n, ranks in of_stage.items()}
+        return {n: [e for e in given if ranks % e == 0] for n, ranks in of_stage.items()}
+
+    def _usual_expert_ranks(self, num_ranks: int) -> list[int]:
+        """Numbers of ranks over which experts may be distributed, each with as many experts: within
+        a node, as many as there can be, and one in between."""
+        ranks, found, num_experts = min(self._node, num_ranks), [], self._traces.num_experts
+        while ranks <= min(num_ranks, num_experts):
+            if num_ranks % ranks == 0 and num_experts % ranks == 0:
+                found.append(ranks)
+            ranks *= 2
+        found = found or [1]
+        return sorted({found[0], found[len(found) // 2], found[-1]})
+
+
+def _num_ranks(cluster: Cluster, given: Mapping[str, list[Any]]) -> int:
+    """All ranks of a cluster."""
+    if cluster.num_ranks is not None:
+        return cluster.num_ranks
+    of_each = [given.get(f"{name}_ranks", [1]) for name in ("tensor", "pipeline")]
+    if any(len(numbers) > 1 for numbers in of_each):
+        raise ValueError(
+            "mesh is of one number of tensor_ranks and of pipeline_ranks: give num_ranks to "
+            "choose from several, and over={'mesh': [...]}"
+        )
+    return prod(checked_mesh(cluster.mesh)) * prod(numbers[0] for numbers in of_each)
+
+
+def _pipelines_of(given: Mapping[str, list[Any]]) -> list[tuple[str, int]]:
+    """How pipelines may run: schedules with as many stages on a rank as they have."""
+    names, numbers = given.get("schedule", SCHEDULES), given.get("stages_per_rank")
+    made = []
+    for name in names:
+        check_schedule_name(name)
+        allowed = STAGES_PER_RANK[name]
+        own = min(2, allowed.stop - 1)
+        made += [(name, n) for n in numbers or [own] if n in allowed]
+    if not made:
+        raise ValueError(f"stages_per_rank={numbers!r} goes with none of the schedules {names}")
+    return made
 
 
 def meshes_of(num_ranks: int, ranks_per_node: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -241,182 +382,3 @@ def _useful(accumulations: Sequence[str | None], strategy: str) -> Sequence[str 
     if strategy == "none" and "unsharded" in accumulations:
         return ("unsharded",)
     return accumulations
-
-
-# -- what there is to choose from ----------------------------------------------------------------
-
-
-def choices_of(
-    predictor: Predictor, cluster: Cluster, given: dict[str, list[Any]], samples: int | None
-) -> Choices:
-    """What a search chooses from.
-
-    Args:
-        given: from `given_of`.
-        samples: of a step at most, in batches that each rank has for itself; None: no limit.
-
-    Raises:
-        ValueError: for choices that do not go together, or with the number of ranks.
-    """
-    workload = predictor.workload
-    num_ranks = cluster.num_ranks
-    if cluster.mesh is not None:
-        given = {**given, "mesh": [cluster.mesh]}
-        of_each = [given.get(f"{name}_ranks", [1]) for name in ("tensor", "pipeline")]
-        num_ranks = prod(checked_mesh(cluster.mesh)) * prod(n[0] for n in of_each)
-        if any(len(numbers) > 1 for numbers in of_each):
-            raise ValueError(
-                "mesh is of one number of tensor_ranks and of pipeline_ranks: give num_ranks to "
-                "choose from several, and over={'mesh': [...]}"
-            )
-    assert num_ranks is not None
-    degrees = _degrees_of(predictor, given, num_ranks)
-    _check_meshes(given, degrees, num_ranks)
-    if samples is not None:
-        degrees = _within(degrees, num_ranks, samples, predictor)
-    pipelines = sorted({pipeline for _, _, pipeline in degrees})
-    asked = {
-        "tensor": workload.parallelize is not None,
-        "context": any(context > 1 for _, context, _ in degrees),
-        "pipeline": pipelines != [1],
-    }
-    ways = given.get("accumulation", ["unsharded", "sharded"])
-    node = predictor.hardware.ranks_per_node
-    return Choices(
-        given,
-        num_ranks,
-        node,
-        tuple(given.get("activation_checkpointing", MODES)),
-        ways if workload.micro_batches > 1 else [None],
-        degrees,
-        _expert_ranks(given.get("expert_ranks"), predictor.whole, num_ranks, node, pipelines),
-        _pipelines_of(given),
-        frozenset(name for name, is_asked in asked.items() if is_asked),
-    )
-
-
-def _degrees_of(
-    predictor: Predictor, given: Mapping[str, list[int]], num_ranks: int
-) -> list[tuple[int, int, int]]:
-    """All combinations of numbers of tensor, context and pipeline ranks."""
-    lists = {name: given.get(f"{name}_ranks", [1]) for name in ("tensor", "context", "pipeline")}
-    if "pipeline_ranks" not in given and predictor.staged is not None:
-        lists["pipeline"] = _pipeline_ranks(predictor, num_ranks)
-    for name, numbers in lists.items():
-        for each in numbers:
-            own = with_fields(predictor.workload, {f"{name}_ranks": each})
-            predictor.whole.check_ranks(own)
-            if num_ranks % each:
-                raise ValueError(f"{name}_ranks={each} must divide num_ranks={num_ranks}")
-    tensor, context, pipeline = lists.values()
-    found = [each for each in product(tensor, context, pipeline) if num_ranks % prod(each) == 0]
-    if not found:
-        told = " times ".join(f"{k}_ranks={v}" for k, v in lists.items() if v != [1])
-        raise ValueError(f"{told} must divide num_ranks={num_ranks}")
-    return found
-
-
-def _pipeline_ranks(predictor: Predictor, num_ranks: int) -> list[int]:
-    """1, 2, 4, ..., as far as each rank has a block and a micro-batch of its own."""
-    most = min(len(predictor.whole.blocks), predictor.workload.micro_batches)
-    found = [1]
-    while 2 * found[-1] <= most and num_ranks % (2 * found[-1]) == 0:
-        found.append(2 * found[-1])
-    return found
-
-
-def _check_meshes(
-    given: Mapping[str, list[Any]], degrees: Sequence[tuple[int, int, int]], num_ranks: int
-) -> None:
-    for mesh in (checked_mesh(each, "mesh") for each in given.get("mesh", ())):
-        shape = " x ".join(map(str, mesh))
-        if all(prod(mesh) * tensor * pipeline != num_ranks for tensor, _, pipeline in degrees):
-            found = {
-                "tensor": sorted({tensor for tensor, _, _ in degrees}),
-                "pipeline": sorted({pipeline for _, _, pipeline in degrees}),
-            }
-            told = " and ".join(f"{n}_ranks={v}" for n, v in found.items() if v != [1])
-            beside = f" beside {told}" if told else ""
-            raise ValueError(f"mesh {shape} is not a mesh of num_ranks={num_ranks} ranks{beside}")
-        context = sorted({context for _, context, _ in degrees})
-        if all(mesh[-1] % each for each in context):
-            raise ValueError(
-                f"context_ranks={context} must divide the last dim of mesh {shape}: "
-                "parameters are sharded over data and context ranks together"
-            )
-
-
-def _within(
-    degrees: Sequence[tuple[int, int, int]], num_ranks: int, most: int, predictor: Predictor
-) -> list[tuple[int, int, int]]:
-    """Those with which a step has at most ``most`` samples."""
-    samples = predictor.batch_size * predictor.workload.micro_batches * num_ranks
-    found = [each for each in degrees if samples // prod(each) <= most]
-    if not found:
-        least = samples // max(prod(each) for each in degrees)
-        raise ValueError(
-            f"A step has {least:,} samples or more, and max_samples={most:,}: give fewer ranks, "
-            "more tensor_ranks or context_ranks, fewer micro-batches, or a sample_input with fewer "
-            "samples"
-        )
-    return found
-
-
-def _pipelines_of(given: Mapping[str, list[Any]]) -> list[tuple[str, int]]:
-    """How pipelines may run: schedules with as many stages on a rank as they have."""
-    names, numbers = given.get("schedule", SCHEDULES), given.get("stages_per_rank")
-    made = []
-    for name in names:
-        check_schedule_name(name)
-        allowed = STAGES_PER_RANK[name]
-        own = min(2, allowed.stop - 1)
-        made += [(name, n) for n in numbers or [own] if n in allowed]
-    if not made:
-        raise ValueError(f"stages_per_rank={numbers!r} goes with none of the schedules {names}")
-    return made
-
-
-def _expert_ranks(
-    given: Sequence[int] | None,
-    traces: TracedSteps,
-    num_ranks: int,
-    node: int,
-    pipelines: Sequence[int],
-) -> dict[int, list[int | None]]:
-    """The numbers of ranks over which experts may be distributed; None: not at all.
-
-    Args:
-        pipelines: numbers of ranks of pipelines, each of whose stages has a mesh of experts.
-
-    Returns:
-        Them by number of ranks of the pipeline; none of them may go with some of these.
-
-    Raises:
-        ValueError: for more than there are experts, and for a number that divides the ranks of no
-            stage.
-    """
-    for each in given or ():
-        traces.check_ranks(replace(traces.workload, expert_ranks=each, tensor_ranks=1))
-        if all(num_ranks // number % each for number in pipelines):
-            least = min(pipelines)
-            what = f"num_ranks={num_ranks}"
-            if least > 1:
-                what = f"the ranks of a stage, {num_ranks // least} with pipeline_ranks={least}"
-            raise ValueError(f"expert_ranks={each} must divide {what}")
-    if not traces.experts:
-        return {number: [None] for number in pipelines}
-    if given is None:
-        return {n: [*_usual_expert_ranks(num_ranks // n, node, traces)] for n in pipelines}
-    return {n: [each for each in given if num_ranks // n % each == 0] for n in pipelines}
-
-
-def _usual_expert_ranks(num_ranks: int, node: int, traces: TracedSteps) -> list[int]:
-    """Numbers of ranks over which experts may be distributed, each with as many experts: within a
-    node, as many as there can be, and one in between."""
-    ranks, found, num_experts = min(node, num_ranks), [], traces.num_experts
-    while ranks <= min(num_ranks, num_experts):
-        if num_ranks % ranks == 0 and num_experts % ranks == 0:
-            found.append(ranks)
-        ranks *= 2
-    found = found or [1]
-    return sorted({found[0], found[len(found) // 2], found[-1]})

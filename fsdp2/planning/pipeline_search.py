@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from ..api.shard_model import Sharding
 from ..features.gather_budget import GatherBudgetError
 from ..render.text import plural
 from .candidates import Candidate, schedule_told
-from .choices import Choices
-from .predictor import Predictor
+from .choices import Choices, Degree
+from .predictor import Configuration, Predictor
 from .replay.pipeline import Part
 from .replay.schedules import LOOPED, SPLIT, check_schedule
 from .simulation.pipeline_estimates import (
@@ -19,10 +18,6 @@ from .simulation.pipeline_estimates import (
     estimate_pipeline,
     stages_alone,
 )
-from .workload import Workload
-
-# What `Predictor` takes: workload, sharding, mesh.
-Configuration = tuple[Workload, Sharding, tuple[int, ...]]
 
 
 class PipelineSearch:
@@ -100,13 +95,12 @@ class PipelineSearch:
         found: list[Candidate] = []
         for i, number in enumerate(numbers):
             progress(f"estimating pipelines over {number} ranks", i, len(numbers))
-            for pair in self.choices.pairs(number):
-                found += self._best_of(number, pair, modes)
+            for degree in self.choices.degrees:
+                if degree[2] == number:
+                    found += self._best_of(number, degree, modes)
         return sorted(found, key=self.rank)
 
-    def _best_of(
-        self, ranks: int, pair: tuple[int | None, int | None], modes: Sequence[str]
-    ) -> list[Candidate]:
+    def _best_of(self, ranks: int, degree: Degree, modes: Sequence[str]) -> list[Candidate]:
         """The best one with these degrees; none if none works."""
         experts = self.choices.expert_ranks[ranks]
         if not experts:
@@ -114,7 +108,7 @@ class PipelineSearch:
             why = f"a stage has {stage}, and no number of expert_ranks divides these"
             self._leave_out(plural(ranks, "rank"), why)
             return []
-        starts = self.choices.first_round(modes, self.wraps[0], pair, experts[:1], ranks)
+        starts = self.choices.first_round(modes, self.wraps[0], degree, experts[:1])
         pipelines = self._pipelines(ranks)
         if not starts or not pipelines:
             return []
@@ -196,7 +190,7 @@ class PipelineSearch:
         assert schedule is not None
         key = (replace(candidate, schedule=None), schedule in LOOPED, schedule in SPLIT)
         if key not in self._stages:
-            parts = self.predictor.parts(*self._configured(candidate))
+            parts = self.predictor.parts(self._configured(candidate))
             alone = stages_alone(self.simulator, parts, schedule, self.speed)
             self._stages[key] = (parts, alone)
         return self._stages[key]

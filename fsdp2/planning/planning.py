@@ -10,7 +10,7 @@ from ..api.shard_model import Sharding
 from ..common.checks import check_number
 from ..policy import adopt_offload_policy
 from ..render.text import show_seconds
-from .choices import choices_of, given_of
+from .choices import Choices, given_of
 from .cluster import Cluster, check_arguments
 from .plan_report import Plan, Split
 from .predictor import Predictor
@@ -96,7 +96,7 @@ def plan(
         speeds_of(hardware, cluster.num_ranks)  # its checks come before a trace
     wraps = labelled(given["wrap"]) if "wrap" in given else usual_wraps(workload.model)
     predictor = Predictor(workload, sharding, hardware, wraps, search_units="wrap" not in given)
-    choices = choices_of(predictor, cluster, given, max_samples)
+    choices = Choices(predictor, cluster, given, max_samples)
     for number in choices.pipeline_ranks:
         if number > 1:
             only = choices.accumulations[0] if len(choices.accumulations) == 1 else None

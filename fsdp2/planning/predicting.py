@@ -9,10 +9,10 @@ from typing import Any
 
 from ..api.shard_model import Sharding, find_strategy
 from ..render.text import one_line
-from .choices import values_of
+from .choices import OF_SHARDING, OF_WORKLOAD, values_of
 from .cluster import Cluster, check_arguments
 from .prediction import Prediction, Sweep
-from .predictor import Predictor
+from .predictor import Configuration, Predictor
 from .traces import labelled
 from .workload import Workload
 
@@ -49,18 +49,17 @@ def predict(workload: Workload, sharding: Sharding, cluster: Cluster) -> Predict
     check_arguments(workload, sharding, cluster)
     predictor = Predictor(workload, sharding, cluster.gpu)
     mesh = cluster.mesh_for(workload, sharding.strategy)
-    return predictor.predict(predictor.workload, sharding, mesh, cluster.budget_bytes, ranged=True)
+    configuration = Configuration(predictor.workload, sharding, mesh)
+    return predictor.predict(configuration, cluster.budget_bytes, ranged=True)
 
 
 _OF_WORKLOAD = (
-    *("samples", "context", "activation_checkpointing", "micro_batches", "accumulation"),
-    *("expert_ranks", "tensor_ranks", "compiled", "context_ranks", "pipeline_ranks"),
-    *("schedule", "stages_per_rank", "offload_optimizer"),
+    *OF_WORKLOAD,
+    *("samples", "context", "micro_batches", "compiled", "offload_optimizer"),
 )
 _OF_SHARDING = (
-    *("strategy", "wrap", "reshard_after_forward", "prefetch", "replicate_below"),
-    *("direct_min_bytes", "comm_policy", "offload_policy", "max_gathered_bytes"),
-    "max_device_bytes",
+    *(*OF_SHARDING, "replicate_below", "direct_min_bytes", "comm_policy", "offload_policy"),
+    *("max_gathered_bytes", "max_device_bytes"),
 )
 _OF_CLUSTER = ("num_ranks", "memory_budget")
 
@@ -122,8 +121,8 @@ def sweep(
         show(f"simulating: {told or 'one configuration'}", i, len(combinations))
         try:
             own, how, on = _with(workload, sharding, cluster, what)
-            mesh = on.mesh_for(own, how.strategy)
-            predictions.append(predictor.predict(own, how, mesh, on.budget_bytes))
+            configuration = Configuration(own, how, on.mesh_for(own, how.strategy))
+            predictions.append(predictor.predict(configuration, on.budget_bytes))
         except (ValueError, RuntimeError) as error:
             errors.append(error)
             failed.append(({name: what[name] for name in varied}, one_line(error)))

@@ -16,16 +16,26 @@ from .outcomes import outcome_of, slowest_first, stage_figures
 from .prediction import Prediction
 from .ranges import range_of
 from .replay.pipeline import Part
+from .replay.replay import Replay
 from .replay.schedules import check_schedule
 from .replay.setups import granularities, make_setup
 from .replay.shards import Setup
 from .simulation.loads import Load, batch_size, even_load, sizes_of, speeds_of
-from .simulation.pipeline_times import RankOfPipeline, replay_pipeline, simulate_pipeline, stages_of
+from .simulation.pipeline_times import replay_pipeline, simulate_pipeline, stages_of
 from .simulation.simulate import SimulatedStep, Simulator
 from .staged_steps import StagedSteps
 from .trace.kernels import kernels_of
 from .traces import TracedStage, TracedSteps
 from .workload import Workload
+
+
+class Configuration(NamedTuple):
+    """What is predicted: a workload and a sharding, which are those given but for what is searched
+    or varied, and the mesh that shards."""
+
+    workload: Workload
+    sharding: Sharding
+    mesh: tuple[int, ...]
 
 
 class Replays(NamedTuple):
@@ -39,7 +49,7 @@ class Replays(NamedTuple):
 
     parts: Sequence[Part]
     loads: Sequence[Load]
-    made: Sequence[RankOfPipeline]
+    made: Sequence[Replay]
 
     @property
     def setup(self) -> Setup:
@@ -53,7 +63,7 @@ class Replays(NamedTuple):
             schedule = self.setup.workload.schedule
             return simulate_pipeline(simulator, self.parts, schedule, self.made, speed=speed)
         return slowest_first(
-            simulator.time_stages(each.made, speed=load.speed * by)
+            simulator.time_stages(each, speed=load.speed * by)
             for each, load in zip(self.made, self.loads, strict=True)
         )
 
@@ -66,9 +76,6 @@ class Replays(NamedTuple):
 
 class Predictor:
     """Traces and simulates steps of a workload; each step is traced once.
-
-    Its methods take the workload and the sharding of a configuration, which differ from those given
-    here in what a search or a sweep varies.
 
     Args:
         wraps: choices of units by label; None: those of ``sharding``.
@@ -109,78 +116,61 @@ class Predictor:
         """Samples of a micro-batch."""
         return self.workload.samples or batch_size(self.workload.sample_input)
 
-    def setup(
-        self,
-        workload: Workload,
-        sharding: Sharding,
-        mesh: tuple[int, ...],
-        stage: TracedStage | None = None,
-    ) -> Setup:
+    def setup(self, of: Configuration, stage: TracedStage | None = None) -> Setup:
         """How the model is sharded, or a stage."""
-        label = self.whole.label_of(sharding.wrap)
+        units, experts = self.whole.units[self.label_of(of)], self.whole.expert_units
+        if stage is not None:
+            units, experts = stage.units, stage.expert_units
         return make_setup(
-            self.whole.units[label] if stage is None else stage.units,
-            mesh,
-            workload,
-            sharding,
-            experts=self.whole.expert_units if stage is None else stage.expert_units,
+            units,
+            of.mesh,
+            of.workload,
+            of.sharding,
+            experts=experts,
             granularity=self.granularity,
         )
 
-    def parts(self, workload: Workload, sharding: Sharding, mesh: tuple[int, ...]) -> list[Part]:
+    def label_of(self, of: Configuration) -> str:
+        """The label of its choice of units."""
+        return self.whole.label_of(of.sharding.wrap)
+
+    def parts(self, of: Configuration) -> list[Part]:
         """The stages of the pipeline, or all of the model."""
-        label = self.whole.label_of(sharding.wrap)
-        if workload.pipeline_ranks == 1:
-            stages = [self.whole.stage(workload, label)]
+        if of.workload.pipeline_ranks == 1:
+            stages = [self.whole.stage(of.workload, self.label_of(of))]
         else:
             assert self.staged is not None
-            stages = self.staged.get(workload, label)
-        return [
-            Part(i, each.trace, self.setup(workload, sharding, mesh, each), each.split)
-            for i, each in enumerate(stages)
-        ]
+            stages = self.staged.get(of.workload, self.label_of(of))
+        setups = [self.setup(of, each) for each in stages]
+        return [Part(i, s.trace, setups[i], s.split) for i, s in enumerate(stages)]
 
     def replay(
-        self,
-        workload: Workload,
-        sharding: Sharding,
-        mesh: tuple[int, ...],
-        loads: Sequence[Load],
-        *,
-        keep_samples: bool = False,
+        self, of: Configuration, loads: Sequence[Load], *, keep_samples: bool = False
     ) -> Replays:
         """What ranks with these loads do."""
+        workload = of.workload
         if workload.pipeline_ranks > 1:
-            parts = self.parts(workload, sharding, mesh)
-            replays = replay_pipeline(
+            parts = self.parts(of)
+            made = replay_pipeline(
                 self.simulator, parts, workload.schedule, keep_samples=keep_samples
             )
-            return Replays(parts, loads, replays)
-        parts, made = [], []
+            return Replays(parts, loads, made)
+        parts = []
         for load in loads:
             own = replace(workload, samples=load.samples or workload.samples)
-            [part] = self.parts(own, sharding, mesh)
-            parts.append(part)
-            step = self.simulator.replay_step(part.trace, part.setup, keep_samples=keep_samples)
-            made.append(RankOfPipeline([], step))
+            parts += self.parts(of._replace(workload=own))
+        replay = self.simulator.replay_step
+        made = [replay(each.trace, each.setup, keep_samples=keep_samples) for each in parts]
         return Replays(parts, loads, made)
 
-    def predict(
-        self,
-        workload: Workload,
-        sharding: Sharding,
-        mesh: tuple[int, ...],
-        budget: int,
-        *,
-        ranged: bool = False,
-    ) -> Prediction:
+    def predict(self, of: Configuration, budget: int, *, ranged: bool = False) -> Prediction:
         """Simulate one configuration; ``ranged``: with the range of its time."""
-        self.check(workload, sharding)
-        setup = self.setup(workload, sharding, mesh)  # errors of arguments before a trace
+        self.check(of.workload, of.sharding)
+        setup = self.setup(of)  # errors of arguments before a trace
         loads = even_load(speeds_of(self.hardware, setup.num_all_ranks))
-        replays = self.replay(workload, sharding, mesh, loads, keep_samples=True)
-        label = self.whole.label_of(sharding.wrap)
-        candidate = Candidate(sharding.strategy, mesh, workload.activation_checkpointing, label)
+        replays = self.replay(of, loads, keep_samples=True)
+        mode = of.workload.activation_checkpointing
+        candidate = Candidate(of.sharding.strategy, of.mesh, mode, self.label_of(of))
         return self.prediction(candidate, replays, budget, ranged=ranged)
 
     def prediction(

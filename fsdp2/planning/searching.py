@@ -11,12 +11,12 @@ from ..features.gather_budget import GatherBudgetError
 from ..render.text import plural, show_bytes
 from .advice import advice
 from .candidates import Candidate
-from .choices import Choices
+from .choices import Choices, Degree
 from .hardware.hardware import Hardware
 from .outcomes import Outcome, outcome_of, simplicity, with_micro_batches
-from .pipeline_search import Configuration, PipelineSearch
+from .pipeline_search import PipelineSearch
 from .plan_report import Plan, reasons
-from .predictor import Predictor, Replays
+from .predictor import Configuration, Predictor, Replays
 from .ranges import MOST_COMPARED, as_fast
 from .simulation.loads import Load
 from .trace.events import StepTrace
@@ -57,7 +57,7 @@ class Search:
         self.choices = choices
         self.budget = budget
         self.progress = progress
-        self.pairs = choices.pairs(1)
+        self.degrees = [each for each in choices.degrees if each[2] in (None, 1)]
         self._expert_ranks = choices.expert_ranks.get(1, [None])  # without a pipeline
 
     def run(self, loads: Sequence[Load]) -> Plan:
@@ -71,7 +71,7 @@ class Search:
         modes = self.choices.modes
         if not self.traces.blocks:
             modes = tuple(mode for mode in modes if mode == "none") or modes[:1]
-        if self.pairs:
+        if self.degrees:
             modes = self._trace(modes)
             self._search_whole(modes)
         if all(load.samples is None for load in loads):  # batches of one size
@@ -81,14 +81,13 @@ class Search:
     def _search_whole(self, modes: tuple[str, ...]) -> None:
         """Simulate configurations without a pipeline."""
         choices, wraps = self.choices, [*self.traces.wraps]
-        alone = 1 if "pipeline" in choices.asked else None
         first = []
-        for pair in self.pairs:
+        for degree in self.degrees:
             ranks = self._expert_ranks[0]
             if len(self._expert_ranks) > 1:  # with the least activations
-                tried = choices.first_round(modes[-1:], wraps[0], pair, self._expert_ranks, alone)
+                tried = choices.first_round(modes[-1:], wraps[0], degree, self._expert_ranks)
                 ranks = self._best_expert_ranks(tried, ranks)
-            first += choices.first_round(modes, wraps[0], pair, [ranks], alone)
+            first += choices.first_round(modes, wraps[0], degree, [ranks])
         if not first:
             if len(choices.pipeline_ranks) > 1:
                 return
@@ -162,33 +161,33 @@ class Search:
                 if mode == "none" or len(modes) == 1:
                     raise
                 self.notes.append(f"Checkpointing '{mode}' is left out because it fails: {error}")
-        first = self._trace_of(self._bare(working[0], self.pairs[0]), self.loads[0])
+        first = self._trace_of(self._bare(working[0], self.degrees[0]), self.loads[0])
         self.notes += self.traces.notes(first, self.simulator.hardware)
         return tuple(working)
 
     def _trace_mode(self, mode: str) -> None:
         """Trace steps with each number of tensor and context ranks; those that fail are left
         out."""
-        failed: dict[tuple[int | None, int | None], Exception] = {}
-        for pair in self.pairs:
+        failed: dict[Degree, Exception] = {}
+        for degree in self.degrees:
             try:
                 for load in self.loads:
-                    self._trace_of(self._bare(mode, pair), load)
+                    self._trace_of(self._bare(mode, degree), load)
             except (RuntimeError, ValueError) as error:  # heads that cannot be divided, say
-                failed[pair] = error
-        if len(failed) == len(self.pairs):
-            raise failed[self.pairs[0]]
-        for (tensor, context), why in failed.items():
-            self.pairs.remove((tensor, context))
-            kinds = {"Tensor parallelism": tensor, "Context parallelism": context}
+                failed[degree] = error
+        if len(failed) == len(self.degrees):
+            raise failed[self.degrees[0]]
+        for degree, why in failed.items():
+            self.degrees.remove(degree)
+            kinds = {"Tensor parallelism": degree[0], "Context parallelism": degree[1]}
             told = [f"{k} over {plural(n, 'rank')}" for k, n in kinds.items() if n is not None]
             self.notes.append(f"{' and '.join(told)} is left out because it fails: {why}")
 
-    def _bare(self, mode: str, pair: tuple[int | None, int | None]) -> Candidate:
+    def _bare(self, mode: str, degree: Degree) -> Candidate:
         """All that a trace depends on, with the first number of expert ranks."""
         number = self._expert_ranks[0]
-        return Candidate("", (), mode, expert_ranks=number, tensor_ranks=pair[0],
-                         context_ranks=pair[1])  # fmt: skip
+        return Candidate("", (), mode, expert_ranks=number, tensor_ranks=degree[0],
+                         context_ranks=degree[1])  # fmt: skip
 
     def _trace_of(self, candidate: Candidate, load: Load) -> StepTrace:
         workload = candidate.workload(self.predictor.workload)
@@ -196,7 +195,7 @@ class Search:
 
     def configured(self, candidate: Candidate) -> Configuration:
         """What `Predictor` takes."""
-        return (
+        return Configuration(
             candidate.workload(self.predictor.workload),
             candidate.sharding(self.sharding, self.traces.wraps[candidate.wrap]),
             candidate.mesh,
@@ -206,10 +205,10 @@ class Search:
         """``micro_batches``: of a step without a pipeline, if not all."""
         if candidate in self._replays:
             return self._replays[candidate]
-        workload, sharding, mesh = self.configured(candidate)
+        of = self.configured(candidate)
         if micro_batches is not None:
-            workload = replace(workload, micro_batches=micro_batches)
-        made = self.predictor.replay(workload, sharding, mesh, self.loads)
+            of = of._replace(workload=replace(of.workload, micro_batches=micro_batches))
+        made = self.predictor.replay(of, self.loads)
         if candidate.is_pipeline:
             self._replays[candidate] = made
         return made
@@ -339,13 +338,13 @@ class Search:
 
     def _plan(self, ranked: list[Outcome]) -> Plan:
         candidate = ranked[0].candidate
-        workload, sharding, mesh = self.configured(candidate)
-        replays = self.predictor.replay(workload, sharding, mesh, self.loads, keep_samples=True)
+        of = self.configured(candidate)
+        replays = self.predictor.replay(of, self.loads, keep_samples=True)
         made = self.predictor.prediction(candidate, replays, self.budget, ranged=True)
         return Plan(
             **vars(made),
-            workload=workload,
-            sharding=sharding,
+            workload=of.workload,
+            sharding=of.sharding,
             checkpoint_modules=self.traces.blocks if candidate.checkpointing != "none" else [],
             experts=self.traces.experts,
             outcomes=ranked,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -90,16 +91,7 @@ class TracedSteps:
         modules = dict(model.named_modules())
         sizes = [next(modules[name].parameters()).shape[0] for name in self.experts]
         self.num_experts = min(sizes, default=0)
-        self._options = TraceOptions(
-            loss_fn=workload.loss_fn,
-            mp_policy=sharding.mp_policy,
-            checkpoint_modules=self.blocks,
-            device_type=device_type,
-            kernels=workload.kernels,
-            fake=workload.fake,
-            experts=self.experts,
-            max_saved_bytes=workload.max_saved_bytes,
-        )
+        self._mp_policy, self._device_type = sharding.mp_policy, device_type
         self._made: dict[Any, StepTrace] = {}
 
     @property
@@ -109,7 +101,7 @@ class TracedSteps:
     @property
     def dtype(self) -> torch.dtype:
         """Of computation: that of the policy, or of most parameters."""
-        return self._options.mp_policy.param_dtype or _main_dtype(self.workload.model)
+        return self._mp_policy.param_dtype or _main_dtype(self.workload.model)
 
     def label_of(self, wrap: Any) -> str:
         """The label of this choice of units."""
@@ -156,10 +148,9 @@ class TracedSteps:
             RuntimeError: if the model fails.
         """
         compiled = self.compiled_modules(workload.compiled)
-        mode, context_ranks = workload.activation_checkpointing, workload.context_ranks
+        context_ranks, sizes = workload.context_ranks, (workload.samples, workload.context)
         degrees = (workload.expert_ranks, workload.tensor_ranks, context_ranks)
-        sizes = workload.samples, workload.context
-        key = (mode, sizes, degrees, compiled, stage, received)
+        key = (workload.activation_checkpointing, sizes, degrees, compiled, stage, received)
         if key in self._made:
             return self._made[key]
         sample = with_context(with_samples(workload.sample_input, sizes[0]), sizes[1])
@@ -173,17 +164,17 @@ class TracedSteps:
         base = self.workload
         copied = parallel_copy(base.model, base.parallelize, workload.tensor_ranks, context_ranks)
         with copied as (model, mesh):
-            found = trace_step(
-                model,
-                sample,
-                self._names,
-                self._options,
-                activation_checkpointing=mode,
-                expert_ranks=workload.expert_ranks,
-                tensor_ranks=workload.tensor_ranks,
-                context=None if mesh is None else ContextParallel(mesh, length),
+            own = replace(
+                workload,
+                model=model,
+                sample_input=sample,
+                checkpoint_modules=self.blocks,
                 compiled=compiled,
-                stage=stage,
+            )
+            context = None if mesh is None else ContextParallel(mesh, length)
+            found = trace_step(
+                TraceOptions(own, self._mp_policy, self._device_type, self.experts, context, stage),
+                self._names,
             )
         without_cost(found, workload.unknown_costs)  # an error before more traces
         self._made[key] = found

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -14,7 +15,6 @@ from ..common.suggestions import did_you_mean
 from .trace.checkpointing import MODES
 from .trace.kernels import Kernels
 from .trace.paged_state import StateOffload
-from .trace.trace_options import LossFn
 from .trace.uncosted import CHOICES
 
 # How gradients of micro-batches are summed: whole, and reduced in the last; reduce-scattered in
@@ -22,6 +22,7 @@ from .trace.uncosted import CHOICES
 # reduced in each, as where nobody calls `FSDPModule.set_requires_gradient_sync`.
 ACCUMULATIONS = ("unsharded", "sharded", "every")
 Compiled = bool | Sequence[str]
+LossFn = Callable[[Any], torch.Tensor]
 Parallelize = Callable[[Any, DeviceMesh], Any]
 SplitStages = Callable[[Any, int], Sequence[nn.Module]]
 

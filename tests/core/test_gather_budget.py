@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from by_keywords import make_setup
+from by_keywords import make_setup, trace_step
 from fsdp2 import (
     CommPolicy,
     CPUOffloadPolicy,
@@ -29,7 +29,6 @@ from fsdp2 import (
 )
 from fsdp2.features.gather_budget import GatherBudget, GatherBudgetError
 from fsdp2.planning.replay.replay import replay
-from fsdp2.planning.trace.tracing import trace_step
 from fsdp2.runtime.runtime import runtime_of
 from fsdp2.sharding import bucket
 from fsdp2.wrap import units_of

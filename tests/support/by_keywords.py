@@ -17,6 +17,9 @@ from fsdp2.planning.replay import setups
 from fsdp2.planning.replay.schedules import SPLIT
 from fsdp2.planning.replay.shards import Setup
 from fsdp2.planning.staged_steps import StagedSteps
+from fsdp2.planning.trace import tracing
+from fsdp2.planning.trace.events import StepTrace
+from fsdp2.planning.trace.trace_options import TraceOptions
 from fsdp2.planning.traces import TracedStage
 
 _SHARDING = {field.name for field in fields(Sharding)}
@@ -116,6 +119,12 @@ def make_setup(units: Any, mesh_shape: Any, **options: Any) -> Setup:
     others = _taken(options, "experts", "granularity", "device_type", "ranks_per_node")
     workload, sharding = sorted_by_owner(nn.Identity(), None, options)
     return setups.make_setup(units, mesh_shape, workload, sharding, **others)
+
+
+def trace_step(model: Any, sample_input: Any, modules: Any, **options: Any) -> StepTrace:
+    others = _taken(options, "mp_policy", "device_type", "experts", "context", "stage")
+    workload = Workload(model, sample_input, **options)
+    return tracing.trace_step(TraceOptions(workload, **others), modules)
 
 
 class Stages:

@@ -19,14 +19,13 @@ import harness
 if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: torch does not predict", allow_module_level=True)
 
-from by_keywords import estimate, plan, predict, predict_planned, sweep
+from by_keywords import estimate, plan, predict, predict_planned, sweep, trace_step
 from fsdp2 import Kernels, MixedPrecisionPolicy
 from fsdp2.planning.trace.checkpointing import apply_checkpointing
 from fsdp2.planning.trace.compiled import FUSED, Program
 from fsdp2.planning.trace.events import Compute, Operation, StartOfBackward, StepTrace
 from fsdp2.planning.trace.fusion import Kernel, kernels_of
 from fsdp2.planning.trace.meter import StorageMeter
-from fsdp2.planning.trace.tracing import trace_step
 
 ROWS, WIDTH = 96, 64
 X = ROWS * WIDTH * 4  # bytes of an activation

@@ -14,14 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks import models as benchmark_models
 from benchmarks.estimate import MAIN, MORE, Case, measure, predict
-from by_keywords import estimate
+from by_keywords import estimate, trace_step
 from fsdp2 import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, explain
 from fsdp2.planning import Estimate
 from fsdp2.planning.trace.account import Account, Held
 from fsdp2.planning.trace.events import Gradient
 from fsdp2.planning.trace.meter import StorageMeter
 from fsdp2.planning.trace.optimizers import optimizer_cost
-from fsdp2.planning.trace.tracing import trace_step
 from fsdp2.sharding.bucket import KEEPS_DTYPES
 from fsdp2.transports.host.topology import Ring, Topology, split_by_link
 from harness import run_on

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from by_keywords import estimate, plan
+from by_keywords import estimate, plan, trace_step
 from fsdp2 import Kernels, MixedPrecisionPolicy
 from fsdp2.planning.trace.events import Compute, StepTrace
-from fsdp2.planning.trace.tracing import trace_step
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16)
 SEQUENCE, WIDTH = 256, 64

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from by_keywords import trace_step
 from fsdp2 import MixedPrecisionPolicy
 from fsdp2.planning.trace.events import StepTrace
 from fsdp2.planning.trace.known_results import KnownResults
-from fsdp2.planning.trace.tracing import trace_step
 
 aten = torch.ops.aten
 

@@ -21,7 +21,7 @@ from harness import run_on
 if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: torch does not plan", allow_module_level=True)
 
-from by_keywords import make_setup, plan
+from by_keywords import make_setup, plan, trace_step
 from example_runs import environment, free_port
 from fsdp2.cli.main import main
 from fsdp2.planning import PRESETS, Hardware, Simulator, find_hardware, measure, write_hardware
@@ -34,7 +34,6 @@ from fsdp2.planning.outcomes import bound_sentence
 from fsdp2.planning.replay.device import Transfer
 from fsdp2.planning.simulation.costs import operation_s, transfer_cost
 from fsdp2.planning.trace.events import Operation
-from fsdp2.planning.trace.tracing import trace_step
 from fsdp2.transports.host.topology import Topology
 from fsdp2.wrap import units_of
 

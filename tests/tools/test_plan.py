@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from by_keywords import make_setup, plan
+from by_keywords import make_setup, plan, trace_step
 from fsdp2 import CommPolicy, MixedPrecisionPolicy, Plan, units_of
 from fsdp2.planning import Hardware, SimulatedStep, Simulator, find_hardware
 from fsdp2.planning.choices import meshes_of
 from fsdp2.planning.replay.device import Transfer
 from fsdp2.planning.trace.events import StepTrace
-from fsdp2.planning.trace.tracing import trace_step
 from fsdp2.planning.traces import wraps_of
 from fsdp2.planning.workload import default_checkpoint_modules
 from fsdp2.runtime.unit import unit_of

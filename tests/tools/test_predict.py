@@ -186,9 +186,10 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], str]]
     made: list[tuple[tuple[int, ...], str]] = []
     real = traces_module.trace_step
 
-    def traced(model: Any, sample: Any, *args: Any, **changes: Any) -> Any:
-        made.append((tuple(sample.shape), changes["activation_checkpointing"]))
-        return real(model, sample, *args, **changes)
+    def traced(options: Any, modules: Any) -> Any:
+        workload = options.workload
+        made.append((tuple(workload.sample_input.shape), workload.activation_checkpointing))
+        return real(options, modules)
 
     monkeypatch.setattr(traces_module, "trace_step", traced)
     return made

@@ -24,7 +24,7 @@ if harness.RUNS_ON_TORCH:
 
 from test_predict_tensor import parallelize
 
-from by_keywords import plan, predict, sweep
+from by_keywords import plan, predict, sweep, trace_step
 from fsdp2 import MixedPrecisionPolicy, Plan
 from fsdp2.cli.main import main
 from fsdp2.planning import find_hardware
@@ -35,7 +35,6 @@ from fsdp2.planning.tensor_parallel import parallel_copy
 from fsdp2.planning.trace.context import ContextParallel
 from fsdp2.planning.trace.events import Compute, Exchange, ExchangeEnd
 from fsdp2.planning.trace.expert_units import InnerTopology
-from fsdp2.planning.trace.tracing import trace_step
 from fsdp2.transports.host.topology import Ring
 from harness import cached_mesh, distributed
 from ring_attention import RingAttention

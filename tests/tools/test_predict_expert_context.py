@@ -19,7 +19,7 @@ from test_predict_context import Sent, attend, batch
 from test_predict_expert_stages import BF16, H100, Mixture, Words, transfers
 from test_predict_pipeline import split
 
-from by_keywords import make_setup, plan, predict, predict_planned, sweep
+from by_keywords import make_setup, plan, predict, predict_planned, sweep, trace_step
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.experts import shard_experts
 from fsdp2.planning.replay.replay import replay
@@ -28,7 +28,6 @@ from fsdp2.planning.tensor_parallel import parallel_copy
 from fsdp2.planning.trace.context import ContextParallel
 from fsdp2.planning.trace.events import Exchange
 from fsdp2.planning.trace.expert_units import InnerTopology, with_experts
-from fsdp2.planning.trace.tracing import trace_step
 from fsdp2.transports.host.topology import Ring
 from fsdp2.wrap import units_of
 from harness import cached_mesh, distributed

@@ -268,7 +268,7 @@ def replayed(schedule: str, expert_ranks: int, reshard: bool, rank: int) -> tupl
             own.append(Part(number, stage.trace, setup, stage.split))
     order = order_of(schedule, rank, 2, MICRO_BATCHES, LOOPED.get(schedule, 1))
     late = schedule == "GPipe"
-    return replay_rank(own, order, optimizer=NOTHING, sends_late=late).replay, own
+    return replay_rank(own, order, optimizer=NOTHING, sends_late=late), own
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from test_predict_tensor import Block as Attention
 from test_predict_tensor import plan_of
 
 from benchmarks.ledger import Ledger
-from by_keywords import Stages, make_setup, plan, predict, sweep
+from by_keywords import Stages, make_setup, plan, predict, sweep, trace_step
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.cli.main import main
 from fsdp2.experts import shard_experts
@@ -47,7 +47,6 @@ from fsdp2.planning.tensor_parallel import parallel_copy
 from fsdp2.planning.trace.events import Exchange
 from fsdp2.planning.trace.expert_units import InnerTopology, with_experts
 from fsdp2.planning.trace.paged_state import NOTHING
-from fsdp2.planning.trace.tracing import trace_step
 from fsdp2.transports.host.topology import Ring
 from fsdp2.wrap import units_of
 from harness import cached_mesh, distributed, run_on
@@ -277,7 +276,7 @@ def test_a_pipeline_sends_what_was_predicted(expert_ranks: int) -> None:
         )  # fmt: skip
         own = [Part(rank, stage.trace, setup, stage.split)]
         order = order_of("1F1B", rank, 2, MICRO_BATCHES, 1)
-        made = replay_rank(own, order, optimizer=NOTHING).replay
+        made = replay_rank(own, order, optimizer=NOTHING)
         assert [t.nbytes for t in made.transfers if t.group == "experts"] == exchanged
         assert bool(exchanged) == (expert_ranks > 1)
         gathers = [t for t in made.transfers if t.kind == "all_gather" and t.group != "tensor"]

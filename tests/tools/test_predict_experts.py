@@ -18,13 +18,12 @@ if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: torch does not predict", allow_module_level=True)
 
 from benchmarks.published_models import DeepSeek, deepseek_batch, next_token_loss
-from by_keywords import estimate, plan, predict, predict_planned
+from by_keywords import estimate, plan, predict, predict_planned, trace_step
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fsdp2.experts import TokenExchange, local_experts, shard_experts
 from fsdp2.planning import find_hardware
 from fsdp2.planning.trace.events import Compute, Exchange
 from fsdp2.planning.trace.expert_units import InnerTopology
-from fsdp2.planning.trace.tracing import trace_step
 from fsdp2.transports.host.topology import Ring
 from harness import cached_mesh, distributed
 

@@ -19,12 +19,11 @@ if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: torch does not predict", allow_module_level=True)
 
 import testdev
-from by_keywords import estimate, plan, predict, sweep
+from by_keywords import estimate, plan, predict, sweep, trace_step
 from fsdp2 import Prediction, fully_shard, offload_activations
 from fsdp2.planning import find_hardware
 from fsdp2.planning.replay.device import Copy
 from fsdp2.planning.trace.events import HostCopy, StepTrace
-from fsdp2.planning.trace.tracing import trace_step
 from harness import cached_mesh, run_on
 
 WIDTH, ROWS = 128, 192

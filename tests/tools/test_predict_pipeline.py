@@ -258,7 +258,7 @@ def test_micro_batches_in_flight(schedule: str) -> None:
         setup = make_setup(stage.units, 1, micro_batches=m, pipeline_ranks=4, mp_policy=BF16)
         actions = actions_of(schedule, rank, 4, m)
         [before, after] = [
-            replay_rank([Part(rank, stage.trace, setup)], acts, optimizer=NOTHING).replay
+            replay_rank([Part(rank, stage.trace, setup)], acts, optimizer=NOTHING)
             for acts in ([Action(rank, 0, True), Action(rank, 0, False)], actions)
         ]
         in_flight = 4 - rank if schedule == "1F1B" else m
@@ -329,7 +329,7 @@ def test_a_run_needs_and_sends_what_was_predicted(kind: Any, schedule: str, resh
     made = replay_rank(
         [Part(rank, stage.trace, setup)], actions_of(schedule, rank, 2, m),
         optimizer=NOTHING, sends_late=schedule == "GPipe",
-    ).replay  # fmt: skip
+    )  # fmt: skip
     assert sent == [stage.trace.sent_bytes + stage.trace.returned_bytes] * m
     gathers = [t for t in made.transfers if t.kind == "all_gather"]
     reductions = [t for t in made.transfers if t.kind == "reduce_scatter"]

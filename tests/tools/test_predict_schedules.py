@@ -34,7 +34,6 @@ from fsdp2.planning.replay.schedules import (
     rank_of_stage,
 )
 from fsdp2.planning.simulation.pipeline_times import (
-    RankOfPipeline,
     RankTimes,
     begins,
     replay_pipeline,
@@ -134,7 +133,7 @@ def test_a_run_sends_and_needs_what_was_predicted(schedule: str, reshard: bool) 
     traffic, ledger, sent, rank = of_run(schedule, reshard)
     own = [p for p in parts_of(schedule, reshard) if rank_of_stage(schedule, p.number, 2) == rank]
     order = order_of(schedule, rank, 2, MICRO_BATCHES, 2)
-    made = replay_rank(own, order, optimizer=NOTHING).replay
+    made = replay_rank(own, order, optimizer=NOTHING)
     assert_same_traffic(made, own, traffic, sent)
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15):
         return  # schedules of older torch hold what they receive and send for longer
@@ -150,7 +149,7 @@ def test_what_is_sent_may_be_freed_at_once() -> None:
     own = [parts_of("LoopedBFS", False)[stage] for stage in (0, 2)]
     order = order_of("LoopedBFS", 0, 2, MICRO_BATCHES, 2)
     held, freed = (
-        replay_rank(own, order, optimizer=NOTHING, holds_sent=holds).replay.account.peak
+        replay_rank(own, order, optimizer=NOTHING, holds_sent=holds).account.peak
         for holds in (True, False)
     )
     assert held.total - freed.total == 2 * MICRO_BATCHES * own[0].trace.sent_bytes > 0
@@ -218,9 +217,7 @@ def test_gradients_of_weights_fill_the_bubble() -> None:
     assert split_apart == v_shaped == pytest.approx(work + ranks - 1)
 
 
-def ends_together(
-    replays: list[RankOfPipeline], alone: list[SimulatedStep], sends_s: float
-) -> float:
+def ends_together(replays: list[Replay], alone: list[SimulatedStep], sends_s: float) -> float:
     """When the last of all launches of all ranks ends, each as soon as it can.
 
     What an action launches waits for the action of the other stage that it needs. That takes
@@ -254,9 +251,9 @@ def ends_together(
             needed = action._replace(stage=other)
             if 0 <= other < num_stages and needed not in computed:
                 continue
-            launch(rank, each.made.starts[done[rank]], 0.0)
+            launch(rank, each.starts[done[rank]], 0.0)
             come = computed[needed] + sends_s if 0 <= other < num_stages else 0.0
-            computed[action] = launch(rank, each.made.ends[done[rank]], come)
+            computed[action] = launch(rank, each.ends[done[rank]], come)
             done[rank] += 1
     for rank, step in enumerate(alone):
         launch(rank, len(step.launches), 0.0)
@@ -281,7 +278,7 @@ def test_gathers_and_reductions_go_on_while_a_rank_waits(schedule: str) -> None:
     ]
     simulator = Simulator(even, None)
     replays = replay_pipeline(simulator, parts, schedule)
-    alone = [simulator.time_stages(each.made) for each in replays]
+    alone = [simulator.time_stages(each) for each in replays]
     made = simulate_pipeline(simulator, parts, schedule, replays)
     sends_s = simulator.send_s(parts[1].trace.sent_bytes, parts[1].setup)
     together = ends_together(replays, alone, sends_s)

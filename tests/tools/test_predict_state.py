@@ -19,7 +19,7 @@ if harness.RUNS_ON_TORCH:
 import testdev
 from benchmarks.estimate import Case, measure
 from benchmarks.estimate import predict as predict_case
-from by_keywords import estimate, make_setup, plan, predict, predict_planned, sweep
+from by_keywords import estimate, make_setup, plan, predict, predict_planned, sweep, trace_step
 from fsdp2 import CPUOffloadPolicy, StateOffload, explain, offload_optimizer, shard_model
 from fsdp2.planning import find_hardware
 from fsdp2.planning.replay.replay import params_on_host, placed_optimizer
@@ -27,7 +27,6 @@ from fsdp2.planning.replay.setups import granularities
 from fsdp2.planning.simulation.optimizer_times import optimizer_s
 from fsdp2.planning.trace.optimizers import OptimizerCost
 from fsdp2.planning.trace.paged_state import PagedState, Part, PlacedOptimizer
-from fsdp2.planning.trace.tracing import trace_step
 from fsdp2.wrap import units_of
 from harness import cached_mesh, run_on
 

@@ -17,7 +17,7 @@ import harness
 if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: torch does not plan", allow_module_level=True)
 
-from by_keywords import make_setup, predict
+from by_keywords import make_setup, predict, trace_step
 from fsdp2.planning import PRESETS, Hardware, Simulator, find_hardware, write_hardware
 from fsdp2.planning.hardware.hardware import STEP_PARTS
 from fsdp2.planning.hardware.reference_models import QUICK
@@ -30,7 +30,6 @@ from fsdp2.planning.hardware.reference_steps import (
 from fsdp2.planning.replay.device import Transfer
 from fsdp2.planning.simulation.costs import operation_s, transfer_cost
 from fsdp2.planning.trace.events import Operation
-from fsdp2.planning.trace.tracing import trace_step
 from fsdp2.transports.host.topology import Topology
 from fsdp2.wrap import units_of
 

@@ -26,6 +26,7 @@ from ...wrap import UnitDescription, units_of
 from ..replay.setups import make_setup
 from ..simulation.simulate import Simulator
 from ..trace.events import StepTrace
+from ..trace.trace_options import TraceOptions
 from ..trace.tracing import trace_step
 from ..workload import Workload
 from .curves import round_to
@@ -193,15 +194,10 @@ class ReferencePredictor:
                 model = self._reference.make()
                 batch = self._reference.batch(samples)
             units = units_of(model, "auto")
-            trace = trace_step(
-                model,
-                batch,
-                list(dict.fromkeys(name for unit in units for name in unit.modules)),
-                loss_fn=self._reference.loss,
-                mp_policy=self._policy,
-                device_type=self._device.type,
-            )
-            self._traces[samples] = trace, units, Workload(model, batch)
+            workload = Workload(model, batch, loss_fn=self._reference.loss)
+            names = list(dict.fromkeys(name for unit in units for name in unit.modules))
+            trace = trace_step(TraceOptions(workload, self._policy, self._device.type), names)
+            self._traces[samples] = trace, units, workload
         return self._traces[samples]
 
 

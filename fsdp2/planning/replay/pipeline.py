@@ -7,6 +7,7 @@ the stages of ``torch.distributed.pipelining`` do with sharded modules.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from typing_extensions import override
@@ -39,14 +40,6 @@ class Part(NamedTuple):
     split: StepTrace | None = None
 
 
-class RankReplay(NamedTuple):
-    """The replay of a rank, and after how many launches each of its actions starts and ends."""
-
-    replay: Replay
-    starts: list[int]
-    ends: list[int]
-
-
 def replay_rank(
     parts: Sequence[Part],
     actions: Sequence[Action],
@@ -54,10 +47,8 @@ def replay_rank(
     optimizer: PlacedOptimizer,
     sends_late: bool = False,
     holds_sent: bool = True,
-    keep_samples: bool = False,
-    reserves: bool = True,
-    in_order: bool = False,
-) -> RankReplay:
+    **options: bool,
+) -> Replay:
     """Run ``actions``, then the reduction of all gradients; arguments as in `replay.replay`.
 
     Nothing here waits for other ranks of the pipeline.
@@ -69,7 +60,7 @@ def replay_rank(
             free it at once.
     """
     setup = parts[0].setup
-    state = new_state(setup, keep_samples=keep_samples, reserves=reserves, in_order=in_order)
+    state = new_state(setup, **options)
     players: dict[int, StagePlayer] = {}
     streams: Any = None
     for part in parts:
@@ -77,10 +68,11 @@ def replay_rank(
         player.prepare(part.split, _split_micro_batches(actions, part.number))
         players[part.number] = player
         streams = player.streams
+    computing = [action for action in actions if action.computes]
     starts: list[int] = []
     ends: list[int] = []
 
-    looped = holds_sent and any(not action.computes for action in actions)
+    looped = holds_sent and len(computing) < len(actions)
     sends = _Sends(state.account, players, late=sends_late, looped=looped)
 
     def num_launches() -> int:
@@ -110,9 +102,9 @@ def replay_rank(
         sends.clear()
         state.account.add("activations", -state.account.now["activations"])
 
-    micro_batches = len({action.micro_batch for action in actions if action.computes})
+    micro_batches = len({action.micro_batch for action in computing})
     made = play([*players.values()], step, optimizer, micro_batches=micro_batches)
-    return RankReplay(made, starts, ends)
+    return replace(made, actions=computing, starts=starts, ends=ends)
 
 
 class _Sends:

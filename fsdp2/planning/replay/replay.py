@@ -44,6 +44,7 @@ from ..trace.events import (
 from ..trace.optimizers import OptimizerCost, optimizer_cost, param_costs
 from ..trace.paged_state import NOTHING, PlacedOptimizer, paged_state
 from .device import Launch, LaunchDevice, ReplayState, Transfer
+from .schedules import Action
 from .shards import Setup, shard_of, shard_shape
 from .stand_ins import CountedBucket, CountedEarlyFree, CountedUnit
 
@@ -57,6 +58,10 @@ class Replay:
         transfers: the collectives of a step, in order.
         launches: the work put on each stream; empty on host-ordered devices unless asked for.
         units: the units, with their layouts.
+        optimizer: of all stages of the rank.
+        flops: of the step.
+        actions: of a rank of a pipeline; those that compute.
+        starts, ends: after how many launches each of them starts and ends.
     """
 
     setup: Setup
@@ -64,6 +69,11 @@ class Replay:
     transfers: list[Transfer]
     launches: list[Launch]
     units: list[CountedUnit]
+    optimizer: PlacedOptimizer
+    flops: int
+    actions: Sequence[Action] = ()
+    starts: Sequence[int] = ()
+    ends: Sequence[int] = ()
 
 
 def replay(
@@ -71,27 +81,31 @@ def replay(
     setup: Setup,
     *,
     optimizer: PlacedOptimizer = NOTHING,
-    keep_samples: bool = False,
     warm_up: bool = True,
-    reserves: bool = True,
-    in_order: bool = False,
+    **options: bool,
 ) -> Replay:
     """Run a step of ``trace``, sharded as in ``setup``.
 
     Args:
         optimizer: of this rank.
-        keep_samples: record the bytes at every change.
         warm_up: run a step first, from which the runtime learns the order of units.
-        reserves: follow what torch's allocator reserves, except on the CPU, where it has none.
-        in_order: record launches on the CPU, too: all on one stream, in the order of the host.
+        options: of `new_state`.
     """
-    replay = new_state(setup, keep_samples=keep_samples, reserves=reserves, in_order=in_order)
+    replay = new_state(setup, **options)
     player = Player(trace, setup, replay)
     return play([player], player.step, optimizer, warm_up=warm_up)
 
 
-def new_state(setup: Setup, *, keep_samples: bool, reserves: bool, in_order: bool) -> ReplayState:
-    """The state of a replay that has not begun; see `replay`."""
+def new_state(
+    setup: Setup, *, keep_samples: bool = False, reserves: bool = True, in_order: bool = False
+) -> ReplayState:
+    """The state of a replay that has not begun.
+
+    Args:
+        keep_samples: record the bytes at every change.
+        reserves: follow what torch's allocator reserves, except on the CPU, where it has none.
+        in_order: record launches on the CPU, too: all on one stream, in the order of the host.
+    """
     ordered = setup.device_type == "cpu"
     device = LaunchDevice() if in_order or not ordered else None
     memory = Allocator() if reserves and not ordered else None
@@ -155,7 +169,8 @@ def play(
     account.phase = "optimizer"
     optimizer.step(account, ordered=ordered)
     launches = device.launches if device is not None else []
-    return Replay(setup, account, replay.transfers, launches, units)
+    flops = sum(each.trace.flops * each.setup.workload.micro_batches for each in players)
+    return Replay(setup, account, replay.transfers, launches, units, optimizer, flops)
 
 
 def _start_anew(device: LaunchDevice) -> None:

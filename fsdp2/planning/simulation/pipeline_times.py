@@ -5,12 +5,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from ..replay.pipeline import Part
+from ..replay.replay import Replay
 from ..replay.schedules import Action, order_of, rank_of_stage
 from .schedule import Span
-from .simulate import SimulatedStep, Simulator, StagesReplay
+from .simulate import SimulatedStep, Simulator
 
 
 @dataclass(frozen=True)
@@ -112,26 +112,17 @@ def _send_s(action: Action, sends: Sequence[tuple[float, float]], num_stages: in
     return sends[action.stage][1] if action.stage else 0.0
 
 
-class RankOfPipeline(NamedTuple):
-    """The actions of a rank, and its replay."""
-
-    actions: Sequence[Action]
-    made: StagesReplay
-
-
 def replay_pipeline(
     simulator: Simulator,
     parts: Sequence[Part],
     schedule: str,
-    *,
-    holds_sent: bool = True,
-    keep_samples: bool = False,
-) -> list[RankOfPipeline]:
+    **options: bool,
+) -> list[Replay]:
     """The replays of all ranks of a pipeline, which do not depend on speeds.
 
     Args:
         parts: all stages.
-        holds_sent: as in `replay_rank`.
+        options: of `replay_rank`.
     """
     workload = parts[0].setup.workload
     ranks = workload.pipeline_ranks
@@ -139,14 +130,8 @@ def replay_pipeline(
     for rank in range(ranks):
         order = order_of(schedule, rank, ranks, workload.micro_batches, len(parts) // ranks)
         own = stages_of(parts, schedule, rank)
-        made = simulator.replay_stages(
-            own,
-            order,
-            sends_late=schedule == "GPipe",
-            holds_sent=holds_sent,
-            keep_samples=keep_samples,
-        )
-        found.append(RankOfPipeline([a for a in order if a.computes], made))
+        late = schedule == "GPipe"
+        found.append(simulator.replay_stages(own, order, sends_late=late, **options))
     return found
 
 
@@ -162,7 +147,7 @@ def simulate_pipeline(
     simulator: Simulator,
     parts: Sequence[Part],
     schedule: str,
-    replays: Sequence[RankOfPipeline],
+    replays: Sequence[Replay],
     *,
     speed: float = 1.0,
 ) -> list[SimulatedStep]:
@@ -176,9 +161,9 @@ def simulate_pipeline(
     Args:
         replays: from `replay_pipeline`, on hardware that differs in speeds alone.
     """
-    alone = [simulator.time_stages(each.made, speed=speed) for each in replays]
+    alone = [simulator.time_stages(each, speed=speed) for each in replays]
     times = [
-        RankTimes(each.actions, durations_of(step, each.made.ends), stalls_of(step, each.made))
+        RankTimes(each.actions, durations_of(step, each.ends), stalls_of(step, each))
         for each, step in zip(replays, alone, strict=True)
     ]
     sends = sends_of(simulator, parts, schedule)
@@ -229,7 +214,7 @@ def durations_of(step: SimulatedStep, ends: Sequence[int]) -> list[float]:
     return made
 
 
-def stalls_of(step: SimulatedStep, made: StagesReplay) -> list[float]:
+def stalls_of(step: SimulatedStep, made: Replay) -> list[float]:
     """Of each action, the seconds that it would be shorter if all launched before it had ended."""
     found, ended = [], 0.0
     for start, end in zip(made.starts, made.ends, strict=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from ...common.garbage import one_collection
 from ...policy import CPUOffloadPolicy
@@ -85,22 +84,6 @@ class SimulatedStep:
         return len(self.launches)
 
 
-class StagesReplay(NamedTuple):
-    """The replay of a step, or of a rank of a pipeline, which hardware gives times.
-
-    Attributes:
-        starts, ends: after how many launches each action of the pipeline starts and ends.
-        optimizer: of all its stages.
-        flops: of a step.
-    """
-
-    replay: Replay
-    starts: list[int]
-    ends: list[int]
-    optimizer: PlacedOptimizer
-    flops: int
-
-
 class Simulator:
     """Simulates traced steps on one kind of hardware; caches the cost of kernels.
 
@@ -138,49 +121,37 @@ class Simulator:
             made = self.replay_step(trace, setup, keep_samples=keep_samples)
             return self.time_stages(made, speed=speed)
 
-    def replay_step(
-        self, trace: StepTrace, setup: Setup, *, keep_samples: bool = False
-    ) -> StagesReplay:
+    def replay_step(self, trace: StepTrace, setup: Setup, *, keep_samples: bool = False) -> Replay:
         """What `run` gives times."""
         with one_collection():
             setup = self._on_hardware(setup)
             cost = self._cost_of_optimizer(trace, setup)
-            made = replay(trace, setup, optimizer=cost, **self._replay_options(keep_samples))
-            return StagesReplay(made, [], [], cost, trace.flops * setup.workload.micro_batches)
+            options = self._replay_options
+            return replay(trace, setup, optimizer=cost, keep_samples=keep_samples, **options)
 
     def replay_stages(
-        self,
-        parts: Sequence[Part],
-        actions: Sequence[Action],
-        *,
-        sends_late: bool = False,
-        holds_sent: bool = True,
-        keep_samples: bool = False,
-    ) -> StagesReplay:
+        self, parts: Sequence[Part], actions: Sequence[Action], **options: bool
+    ) -> Replay:
         """What one rank of a pipeline does, as if it never waited for other ranks, without times.
 
         Args:
-            sends_late, holds_sent: as in `replay_rank`.
+            options: of `replay_rank`.
         """
         with one_collection():
             parts = [part._replace(setup=self._on_hardware(part.setup)) for part in parts]
-            costs = [self._cost_of_optimizer(part.trace, part.setup) for part in parts]
-            cost = sum_of_placed(costs)
-            made, starts, ends = replay_rank(
-                parts,
-                actions,
-                optimizer=cost,
-                sends_late=sends_late,
-                holds_sent=holds_sent,
-                **self._replay_options(keep_samples),
-            )
-            flops = sum(part.trace.flops * part.setup.workload.micro_batches for part in parts)
-            return StagesReplay(made, starts, ends, cost, flops)
+            cost = sum_of_placed([self._cost_of_optimizer(p.trace, p.setup) for p in parts])
+            options |= self._replay_options
+            return replay_rank(parts, actions, optimizer=cost, **options)
 
-    def time_stages(self, made: StagesReplay, *, speed: float = 1.0) -> SimulatedStep:
+    def time_stages(self, made: Replay, *, speed: float = 1.0) -> SimulatedStep:
         """The same with the times of this hardware."""
         with one_collection():
-            return self._timed(made.replay, made.optimizer, speed, made.flops)
+            costs, host = self._costs(made, speed), self._host_costs(made)
+            spans = schedule(_tasks(made, costs, host))[len(host) :]
+            of_kernels = zip(costs, made.launches, strict=True)
+            kernels_s = sum(each.fixed_s for each, it in of_kernels if it.lane == "compute")
+            host_s = sum(each.fixed_s for each in host)
+            return self._summary(made, spans, speed, kernels_s, host_s)
 
     def send_s(self, nbytes: int, setup: Setup) -> float:
         """The time in which a stage sends ``nbytes`` to the next."""
@@ -193,26 +164,9 @@ class Simulator:
         kind = hardware.device_type if hardware.host_ordered else setup.device_type
         return replace(setup, device_type=kind, ranks_per_node=hardware.ranks_per_node)
 
-    def _replay_options(self, keep_samples: bool) -> dict[str, bool]:
-        return {
-            "keep_samples": keep_samples,
-            "reserves": self.hardware.caches_memory,
-            "in_order": self.hardware.host_ordered,
-        }
-
-    def _timed(
-        self, made: Replay, cost: PlacedOptimizer, speed: float, flops: int
-    ) -> SimulatedStep:
-        costs = self._costs(made, speed)
-        host = self._host_costs(made)
-        spans = schedule(_tasks(made, costs, host))[len(host) :]
-        kernels_s = sum(
-            each.fixed_s
-            for each, launch in zip(costs, made.launches, strict=True)
-            if launch.lane == "compute"
-        )
-        host_s = sum(each.fixed_s for each in host)
-        return self._summary(flops, made, spans, cost, (speed, kernels_s, host_s))
+    @property
+    def _replay_options(self) -> dict[str, bool]:
+        return {"reserves": self.hardware.caches_memory, "in_order": self.hardware.host_ordered}
 
     def _host_costs(self, made: Replay) -> list[Cost]:
         """The time of the host for each launch; none if it takes none."""
@@ -277,20 +231,14 @@ class Simulator:
         return self._optimizer[key]
 
     def _summary(
-        self,
-        flops: int,
-        made: Replay,
-        spans: list[Span],
-        cost: PlacedOptimizer,
-        facts: tuple[float, float, float],
+        self, made: Replay, spans: list[Span], speed: float, kernels_s: float, host_s: float
     ) -> SimulatedStep:
         hardware = self.hardware
-        speed, kernels_s, host_s = facts
         stream_s: dict[str, float] = {}
         for launch, span in zip(made.launches, spans, strict=True):
             busy = span.end - span.begin
             stream_s[launch.lane] = stream_s.get(launch.lane, 0.0) + busy
-        step_s = optimizer_s(cost, hardware, speed)
+        step_s = optimizer_s(made.optimizer, hardware, speed)
         end = max((span.end for span in spans), default=0.0)
         compute = stream_s.get("compute", 0.0)
         reserved = made.account.reserved
@@ -311,7 +259,7 @@ class Simulator:
             peak=made.account.peak,
             reserved=made.account.peak.total if reserved is None else reserved,
             libraries=hardware.library_bytes(len(groups)),
-            flops=flops,
+            flops=made.flops,
             launches=made.launches,
             spans=spans,
             samples=made.account.samples or [],

@@ -38,6 +38,7 @@ from ...runtime.hooks import UnitHooks
 from ...runtime.unit_config import UnitConfig
 from ...sharding.bucket import KEEPS_DTYPES
 from ...wrap import parameters_of
+from ..workload import LossFn
 from .checkpointing import checkpointed
 from .compiled import Compiler
 from .context import ContextParallel
@@ -58,26 +59,16 @@ from .kernels import traced_kernels
 from .meter import Awaited, StorageMeter
 from .offloaded import CountedOffload, counted_offload
 from .stage import Sent, run_stage
-from .trace_options import LossFn, TraceOptions
+from .trace_options import TraceOptions
 
 
-def trace_step(
-    model: nn.Module,
-    sample_input: Any,
-    modules: Sequence[str],
-    options: TraceOptions = TraceOptions(),  # noqa: B008 (frozen)
-    **changes: Any,
-) -> StepTrace:
-    """Trace forward, loss and backward of ``model``, and leave it unchanged.
+def trace_step(options: TraceOptions, modules: Sequence[str]) -> StepTrace:
+    """Trace forward, loss and backward of a model, and leave it unchanged.
 
     Args:
-        model: not sharded; on any device, including meta. With ``fake``, its data is neither read
-            nor written.
-        sample_input: a tensor, a tuple of positional arguments, or a dict of keyword arguments, as
-            one rank gets it; tensors may be on the meta device.
+        options: with the model and its input. With ``fake``, their data is neither read nor
+            written.
         modules: names of all modules that may be units; "" is the model.
-        options: all else that the trace depends on.
-        changes: fields of ``options`` to replace.
 
     Raises:
         ValueError: if ``max_saved_bytes`` is negative, or given without ``fake``; if the model's
@@ -86,38 +77,37 @@ def trace_step(
             than torch splits.
         TypeError: for parameters that are tensor subclasses.
     """
-    options = replace(options, **changes)
-    options.check(model, modules)
-    trace = _empty_trace(model, modules, options)
-    context = options.context
+    options.check(modules)
+    workload, context, model = options.workload, options.context, options.workload.model
+    trace = _empty_trace(modules, options)
     meter = StorageMeter(
         options.device_type,
         lambda *collective: recorder.collective(*collective),
         lambda number: recorder.wait(number),
         None if context is None else context.check,
     )
-    recorder = _Recorder(trace, meter, options.tensor_ranks, context)
-    routing = PlannedRouting(options.expert_ranks, recorder.exchange(options.expert_ranks))
+    recorder = _Recorder(trace, meter, workload.tensor_ranks, context)
+    routing = PlannedRouting(workload.expert_ranks, recorder.exchange(workload.expert_ranks))
     with ExitStack() as stack:
         stack.enter_context(no_full_collections())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_without_side_effects(model))
-        if options.fake:
+        if workload.fake:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(_without_propagation(meter))
-            kernels = traced_kernels(options.chosen_kernels, meter, trace.notes, context)
+            kernels = traced_kernels(options.kernels, meter, trace.notes, context)
             stack.enter_context(kernels)
             stack.enter_context(planned_routing(routing))
-        elif options.chosen_kernels.device != "cpu":
+        elif options.kernels.device != "cpu":
             trace.notes.append("Traced with fake=False: attention and norms are those of the CPU")
-        arguments = _replace_and_watch(model, sample_input, recorder, options)
+        arguments = _replace_and_watch(recorder, options)
         stack.callback(recorder.unwatch)
-        _instrument(stack, model, recorder, options)
+        _instrument(stack, recorder, options)
         stack.enter_context(meter)
         offload = counted_offload(model, options.saved_limit, meter, recorder.host_copy)
         try:
             run = partial(run_stage, model, arguments, options.stage)
-            _run(run, options.loss_fn or _default_loss, recorder, offload)
+            _run(run, workload.loss_fn or _default_loss, recorder, offload)
         except (_DataDependent, _DynamicShape) as error:
             raise ValueError(
                 f"The shapes in this model depend on the values of its data ({error}), so they are "
@@ -127,27 +117,27 @@ def trace_step(
     return trace
 
 
-def _empty_trace(model: nn.Module, modules: Sequence[str], options: TraceOptions) -> StepTrace:
-    by_name = dict(model.named_modules())
+def _empty_trace(modules: Sequence[str], options: TraceOptions) -> StepTrace:
+    by_name = dict(options.workload.model.named_modules())
     return StepTrace(
         modules=list(dict.fromkeys([*modules, ""])),
         module_order=list(by_name),
         embeddings=frozenset(n for n, m in by_name.items() if type(m) is nn.Embedding),
-        params=describe_params(model, options.mp_policy, options.experts, options.expert_ranks),
+        params=_describe_params(options),
     )
 
 
-def _replace_and_watch(
-    model: nn.Module, sample_input: Any, recorder: _Recorder, options: TraceOptions
-) -> tuple[tuple, dict]:
+def _replace_and_watch(recorder: _Recorder, options: TraceOptions) -> tuple[tuple, dict]:
     """Put stand-ins in place of all tensors of the model, and watch the gradients of parameters.
 
     Returns:
         Stand-ins for the model's arguments.
     """
-    trace, meter, fake = recorder.trace, recorder.meter, options.fake
+    trace, meter = recorder.trace, recorder.meter
+    model, fake = options.workload.model, options.workload.fake
+    sample = map_tensors(lambda t: _stand_in(t, fake), options.workload.sample_input)
     params = _replace_tensors(model, options.mp_policy, trace, fake)
-    args, kwargs = _as_arguments(map_tensors(lambda t: _stand_in(t, fake), sample_input))
+    args, kwargs = _as_arguments(sample)
     inputs = list(tensors_in((args, kwargs))) if options.stage.is_first else []
     trace.input_bytes = sum(t.nbytes for t in inputs)
     for tensor in (*params, *model.buffers(), *inputs):
@@ -160,19 +150,16 @@ def _replace_and_watch(
     return args, kwargs
 
 
-def _instrument(
-    stack: ExitStack, model: nn.Module, recorder: _Recorder, options: TraceOptions
-) -> None:
+def _instrument(stack: ExitStack, recorder: _Recorder, options: TraceOptions) -> None:
     """Compile and recompute modules as asked, and give those that may be units their hooks."""
-    by_name = dict(model.named_modules())
+    by_name = dict(options.workload.model.named_modules())
+    mode = options.workload.activation_checkpointing
     compiler = Compiler(recorder.meter, lambda: len(recorder.trace.events))
     for name in options.compiled:
-        recomputed = name in options.checkpoint_modules
-        mode = options.activation_checkpointing if recomputed else "none"
-        stack.enter_context(compiler.compiled(name, by_name[name], mode))
-    for name in options.checkpoint_modules:
+        own = mode if name in options.checkpointed else "none"
+        stack.enter_context(compiler.compiled(name, by_name[name], own))
+    for name in options.checkpointed:
         if name not in options.compiled:
-            mode = options.activation_checkpointing
             stack.enter_context(checkpointed(by_name[name], mode, recorder.forward))
     for i, name in enumerate(recorder.trace.modules):
         unit = recorder.root = _TracedUnit(by_name[name], i, options.mp_policy)  # the last one
@@ -189,13 +176,13 @@ def _conclude(
         if options.stage.is_first and options.stage.is_last:
             options.context.check_whole()
         trace.notes += options.context.conclude()
-    if options.fake and routing.num_exchanges:
+    if options.workload.fake and routing.num_exchanges:
         trace.notes.append("Tokens are taken to be spread evenly over experts (TokenExchange)")
-    elif options.expert_ranks > 1:
+    elif options.workload.expert_ranks > 1:
         raise ValueError(
             "The model makes no fsdp2.experts.TokenExchange, so it is not known which tokens "
-            f"travel to the {options.expert_ranks} ranks of its experts: make one in its forward, "
-            "or pass expert_ranks=1"
+            f"travel to the {options.workload.expert_ranks} ranks of its experts: make one in its "
+            "forward, or pass expert_ranks=1"
         )
 
 
@@ -240,16 +227,12 @@ def _run(
         trace.host_bytes = offloaded.bytes.host_peak
 
 
-def describe_params(
-    model: nn.Module,
-    mp_policy: MixedPrecisionPolicy,
-    experts: Sequence[str] = (),
-    expert_ranks: int = 1,
-) -> list[ParamInfo]:
-    """The parameters of ``model``, each once, in module order; of ``experts`` those of one rank."""
+def _describe_params(options: TraceOptions) -> list[ParamInfo]:
+    """The parameters of a model; of experts, those that a rank has."""
     described = []
-    prefixes = tuple(f"{name}." for name in experts)
-    for name, param, owners in parameters_of(model):
+    mp_policy, expert_ranks = options.mp_policy, options.workload.expert_ranks
+    prefixes = tuple(f"{name}." for name in options.experts)
+    for name, param, owners in parameters_of(options.workload.model):
         shape, num_experts = tuple(local_of(param).shape), None
         if prefixes and name.startswith(prefixes) and shape:
             num_experts = shape[0]
