@@ -120,14 +120,14 @@ def is_tables(value: Any) -> bool:
     return isinstance(value, dict) and all(
         isinstance(table, list)
         and all(
-            isinstance(point, list) and len(point) == 2 and all(map(_is_number, point))
+            isinstance(point, list) and len(point) == 2 and all(map(is_number, point))
             for point in table
         )
         for table in value.values()
     )
 
 
-def _is_number(each: Any) -> bool:
+def is_number(each: Any) -> bool:
     return isinstance(each, int | float) and not isinstance(each, bool) and abs(each) < 1e300
 
 

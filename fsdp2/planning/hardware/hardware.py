@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from math import isfinite
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ...common.suggestions import did_you_mean
-from .curves import Points, checked, is_tables
+from .curves import Points, checked, is_number, is_tables
 
 GB = 1e9
 MIB, GIB = 2**20, 2**30
@@ -58,30 +58,22 @@ def _check_keys(name: str, table: Mapping[str, Points]) -> None:
             raise ValueError(f"{name}: '{key}' has to be like {example}")
 
 
-def _check_factors(name: str, factors: Mapping[str, float]) -> None:
+def _check_factors(factors: Mapping[str, float]) -> None:
     for part, factor in factors.items():
         if part not in STEP_PARTS:
-            raise ValueError(
-                f"Hardware '{name}': step_factors: there is no part '{part}'"
-                f"{did_you_mean(part, STEP_PARTS)}"
-            )
+            hint = did_you_mean(part, STEP_PARTS)
+            raise ValueError(f"step_factors: there is no part '{part}'{hint}")
         if not (factor > 0 and isfinite(factor)):
-            raise ValueError(
-                f"Hardware '{name}': step_factors['{part}'] must be positive and finite, "
-                f"got {factor}"
-            )
+            raise ValueError(f"step_factors['{part}'] must be positive and finite, got {factor}")
 
 
 def _check_spine(hardware: Hardware) -> None:
     more = hardware.oversubscription
     if not 1 <= more < 1e6:
-        raise ValueError(
-            f"Hardware '{hardware.name}': oversubscription must be 1 or more, got {more}"
-        )
+        raise ValueError(f"oversubscription must be 1 or more, got {more}")
     if more > 1 and not (hardware.nodes_per_pod or hardware.rail_optimized):
         raise ValueError(
-            f"Hardware '{hardware.name}': oversubscription is that of pods or of rails: give "
-            "nodes_per_pod, or rail_optimized"
+            "oversubscription is that of pods or of rails: give nodes_per_pod, or rail_optimized"
         )
 
 
@@ -216,40 +208,41 @@ class Hardware:
     rail_optimized: bool = False
 
     def __post_init__(self) -> None:
+        try:
+            self._check_numbers()
+            _check_spine(self)
+            for name in _TABLES:
+                object.__setattr__(self, name, checked(name, getattr(self, name)))
+                _check_keys(name, getattr(self, name))
+            _check_factors(self.step_factors)
+            self._check_speeds()
+        except ValueError as error:
+            raise ValueError(f"Hardware '{self.name}': {error}") from None
+
+    def _check_numbers(self) -> None:
         numbers = {k: v for k, v in vars(self).items() if isinstance(v, int | float)}
         for name in _MAY_BE_0:
             value = numbers.pop(name)
             if not (value >= 0 and isfinite(value)):
-                raise ValueError(
-                    f"Hardware '{self.name}': {name} must not be negative, got {value}"
-                )
+                raise ValueError(f"{name} must not be negative, got {value}")
         numbers |= {f"matmul_flops[{k}]": v for k, v in self.matmul_flops.items()}
         for name, value in numbers.items():
             if not value > 0:
-                raise ValueError(f"Hardware '{self.name}': {name} must be positive, got {value}")
+                raise ValueError(f"{name} must be positive, got {value}")
         if self.overlap > 1:
-            raise ValueError(f"Hardware '{self.name}': overlap is a part, got {self.overlap}")
-        _check_spine(self)
-        for name in _TABLES:
-            try:
-                object.__setattr__(self, name, checked(name, getattr(self, name)))
-                _check_keys(name, getattr(self, name))
-            except ValueError as error:
-                raise ValueError(f"Hardware '{self.name}': {error}") from None
-        _check_factors(self.name, self.step_factors)
+            raise ValueError(f"overlap is a part, got {self.overlap}")
+
+    def _check_speeds(self) -> None:
         object.__setattr__(self, "speeds", tuple(map(float, self.speeds)))  # hashable
         for i, speed in enumerate(self.speeds):
             if not (speed > 0 and isfinite(speed)):
-                raise ValueError(
-                    f"Hardware '{self.name}': speeds[{i}] must be positive and finite, got {speed}"
-                )
+                raise ValueError(f"speeds[{i}] must be positive and finite, got {speed}")
         for name in _RANGES:
-            object.__setattr__(self, name, tuple(map(float, getattr(self, name))))
-            low_high = getattr(self, name)
+            low_high = tuple(map(float, getattr(self, name)))
+            object.__setattr__(self, name, low_high)
             if len(low_high) != 2 or not (0 < low_high[0] <= 1 <= low_high[1] < 1e3):
                 raise ValueError(
-                    f"Hardware '{self.name}': {name} must be two relative speeds with 1 between "
-                    f"them, got {list(low_high)}"
+                    f"{name} must be two relative speeds with 1 between them, got {list(low_high)}"
                 )
 
     def step_factor(self, part: str) -> float:
@@ -314,6 +307,15 @@ class Hardware:
 # of 32 nodes and as much bandwidth in the spine (NVIDIA DGX SuperPOD reference architecture, H100).
 # NVLink: bus bandwidth of all-gathers in nccl-tests: about 230 GB/s of 300 (A100) and 360 GB/s of
 # 450 (H100).
+def _dense(fp8: float, bf16: float, tf32: float) -> dict[torch.dtype, float]:
+    """FLOP/s of multiplications in these formats, of matrices that are not sparse."""
+    return {
+        **dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2), fp8),
+        **dict.fromkeys((torch.bfloat16, torch.float16), bf16),
+        torch.float32: tf32,
+    }
+
+
 _A100 = Hardware(
     name="a100-80",
     memory_bytes=80 * GIB,
@@ -333,13 +335,7 @@ _H100 = Hardware(
     name="h100",
     memory_bytes=80 * GIB,
     # NVIDIA H100 SXM data sheet: 1,979 TFLOPS dense FP8, 989 bf16, 494 TF32, 3.35 TB/s.
-    matmul_flops={
-        torch.float8_e4m3fn: 1979e12,
-        torch.float8_e5m2: 1979e12,
-        torch.bfloat16: 989e12,
-        torch.float16: 989e12,
-        torch.float32: 494e12,
-    },
+    matmul_flops=_dense(1979e12, 989e12, 494e12),
     matmul_efficiency=0.68,
     attention_flops=335e12,
     memory_bandwidth=3350 * GB,
@@ -353,13 +349,7 @@ _B200 = replace(
     _H100,
     name="b200",
     memory_bytes=180 * GB,
-    matmul_flops={
-        torch.float8_e4m3fn: 4500e12,
-        torch.float8_e5m2: 4500e12,
-        torch.bfloat16: 2250e12,
-        torch.float16: 2250e12,
-        torch.float32: 1125e12,
-    },
+    matmul_flops=_dense(4500e12, 2250e12, 1125e12),
     matmul_efficiency=0.66,
     attention_flops=760e12,
     memory_bandwidth=8000 * GB,
@@ -415,13 +405,7 @@ PRESETS: dict[str, Hardware] = {
             _H100,
             name="mi300x",
             memory_bytes=192 * GB,
-            matmul_flops={
-                torch.float8_e4m3fn: 2615e12,
-                torch.float8_e5m2: 2615e12,
-                torch.bfloat16: 1307e12,
-                torch.float16: 1307e12,
-                torch.float32: 654e12,
-            },
+            matmul_flops=_dense(2615e12, 1307e12, 654e12),
             matmul_efficiency=0.47,
             attention_flops=300e12,
             memory_bandwidth=5300 * GB,
@@ -506,11 +490,13 @@ def _read(path: Path) -> Hardware:
     told = {"name": path.stem, **told}
     base = told.pop("base", None)
     told.pop("measured", None)  # when, where, by what: for people
-    known = {each.name for each in fields(Hardware)}
+    types = {each.name: str(each.type) for each in fields(Hardware)}
     for key, value in told.items():
-        if key not in known:
-            raise ValueError(f"{path}: there is no field '{key}'{did_you_mean(key, known)}")
-        _check_kind(path, key, value)
+        if key not in types:
+            raise ValueError(f"{path}: there is no field '{key}'{did_you_mean(key, types)}")
+        what, fits = _KINDS[types[key]]
+        if not fits(value):
+            raise ValueError(f"{path}: {key} has to be {what}, got {value!r}")
     if "matmul_flops" in told:
         # Not `getattr`: torch imports some of its modules when they are asked for.
         dtypes = {name: vars(torch).get(name) for name in told["matmul_flops"]}
@@ -560,39 +546,31 @@ _REQUIRED = {
 }
 
 
-def _check_kind(path: Path, key: str, value: Any) -> None:
-    def is_number(each: Any) -> bool:
-        return isinstance(each, int | float) and not isinstance(each, bool) and abs(each) < 1e300
+# What a file may hold in a field, by its type.
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "str": ("a text", lambda value: isinstance(value, str)),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "int": ("a whole number", lambda value: isinstance(value, int) and is_number(value)),
+    "float": ("a number", is_number),
+    "Sequence[float]": (
+        "a list of numbers",
+        lambda value: isinstance(value, list) and all(map(is_number, value)),
+    ),
+    "tuple[float, float]": (
+        "a list of two numbers",
+        lambda value: isinstance(value, list) and len(value) == 2 and all(map(is_number, value)),
+    ),
+    "Mapping[torch.dtype, float]": (
+        "an object with a number for each dtype",
+        lambda value: isinstance(value, dict) and value != {} and _holds_numbers(value),
+    ),
+    "Mapping[str, float]": (
+        "an object with a number for each part of a step",
+        lambda value: isinstance(value, dict) and _holds_numbers(value),
+    ),
+    "Mapping[str, Points]": ("an object of lists of pairs of numbers", is_tables),
+}
 
-    kinds = {
-        "name": ("a text", isinstance(value, str)),
-        "source": ("a text", isinstance(value, str)),
-        "device_type": ("a text", isinstance(value, str)),
-        "speeds": ("a list of numbers", isinstance(value, list) and all(map(is_number, value))),
-        **{
-            name: (
-                "a list of two numbers",
-                isinstance(value, list) and len(value) == 2 and all(map(is_number, value)),
-            )
-            for name in _RANGES
-        },
-        "matmul_flops": (
-            "an object with a number for each dtype",
-            isinstance(value, dict) and value != {} and all(map(is_number, value.values())),
-        ),
-        "step_factors": (
-            "an object with a number for each part of a step",
-            isinstance(value, dict) and all(map(is_number, value.values())),
-        ),
-        "caches_memory": ("true or false", isinstance(value, bool)),
-        "host_ordered": ("true or false", isinstance(value, bool)),
-        "rail_optimized": ("true or false", isinstance(value, bool)),
-        "nodes_per_pod": ("a whole number", isinstance(value, int) and is_number(value)),
-        **{name: ("an object of lists of pairs of numbers", is_tables(value)) for name in _TABLES},
-        "ranks_per_node": ("a whole number", isinstance(value, int) and is_number(value)),
-        "multiprocessors": ("a whole number", isinstance(value, int) and is_number(value)),
-        "channels": ("a whole number", isinstance(value, int) and is_number(value)),
-    }
-    what, fits = kinds.get(key, ("a number", is_number(value)))
-    if not fits:
-        raise ValueError(f"{path}: {key} has to be {what}, got {value!r}")
+
+def _holds_numbers(value: Mapping[str, Any]) -> bool:
+    return all(map(is_number, value.values()))

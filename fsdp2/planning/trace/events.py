@@ -24,8 +24,12 @@ class Kind(Enum):
     BACKWARD_LEAVE = "backward leaves through the inputs"
 
 
+class Event:
+    """What happens in a step."""
+
+
 @dataclass(frozen=True)
-class Call:
+class Call(Event):
     """Forward or backward enters or leaves a module that may be a unit.
 
     Attributes:
@@ -40,7 +44,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Gradient:
+class Gradient(Event):
     """The gradient of a parameter is complete.
 
     Attributes:
@@ -89,7 +93,7 @@ class Uncosted:
 
 
 @dataclass(frozen=True, eq=False)
-class Compute:
+class Compute(Event):
     """The operations between two other events.
 
     Attributes:
@@ -112,7 +116,7 @@ class Compute:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class Exchange(Event):
     """A collective of the model itself, which compute waits for.
 
     Tokens that travel between the ranks of experts, what tensor parallelism adds up and gathers, or
@@ -134,14 +138,14 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class ExchangeEnd:
+class ExchangeEnd(Event):
     """Compute waits for the `Exchange` of this ``number``."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class HostCopy:
+class HostCopy(Event):
     """A saved tensor begins to travel between device and host, beside compute.
 
     Attributes:
@@ -156,33 +160,20 @@ class HostCopy:
 
 
 @dataclass(frozen=True)
-class CopyEnd:
+class CopyEnd(Event):
     """Compute waits for the `HostCopy` of this ``number``."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class StartOfBackward:
+class StartOfBackward(Event):
     """Forward and loss are done."""
 
 
 @dataclass(frozen=True)
-class StartOfWeights:
+class StartOfWeights(Event):
     """A backward that is split has made the gradients of inputs; those of weights follow."""
-
-
-Event = (
-    Call
-    | Gradient
-    | Compute
-    | Exchange
-    | ExchangeEnd
-    | HostCopy
-    | CopyEnd
-    | StartOfBackward
-    | StartOfWeights
-)
 
 
 @dataclass(frozen=True)

@@ -24,19 +24,10 @@ Formula = Callable[..., int]
 
 # Operators without a kernel.
 FREE = frozenset(
-    [
-        "detach",
-        "_unsafe_view",
-        "device",
-        "lift_fresh",
-        "alias",
-        "empty",
-        "empty_like",
-        "new_empty",
-        "empty_strided",
-        "new_empty_strided",
-        "empty_permuted",
-    ]
+    (
+        *("detach", "_unsafe_view", "device", "lift_fresh", "alias", "empty", "empty_like"),
+        *("new_empty", "empty_strided", "new_empty_strided", "empty_permuted"),
+    )
 )
 _VIEWS_OR_COPIES = frozenset(
     overload
@@ -274,14 +265,8 @@ def _causal(func: Any, args: tuple, kwargs: dict) -> bool:
 def _rnn(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
     """Input and hidden projections of every step; twice that in backward."""
     tokens = args[0].numel() // args[0].shape[-1]
-    weights = args[1].numel() + args[2].numel()
-    return (4 if operator_name(func).endswith("backward") else 2) * tokens * weights
-
-
-def _cudnn_rnn(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
-    """As `_rnn`, for all layers: the weights are a list."""
-    tokens = args[0].numel() // args[0].shape[-1]
-    weights = sum(w.numel() for w in args[1] if w.dim() > 1)
+    found = (w for w in tree_iter(args[1:3]) if isinstance(w, torch.Tensor))  # cuDNN has a list
+    weights = sum(w.numel() for w in found if w.dim() > 1)
     return (4 if operator_name(func).endswith("backward") else 2) * tokens * weights
 
 
@@ -301,10 +286,6 @@ def _product(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
     return 2 * out.numel() * first.shape[-1]
 
 
-def _vectors(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
-    return 2 * args[0].numel()
-
-
 def _fft(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
     """5 N log2 N, as FFTW counts a complex transform; half of it if one side is real."""
     whole = max((args[0], out), key=lambda t: t.numel())
@@ -312,10 +293,6 @@ def _fft(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
     length = prod(whole.shape[d] for d in dims)
     flops = 5 * whole.numel() * max(1, (length - 1).bit_length())
     return flops if args[0].is_complex() and out.is_complex() else flops // 2
-
-
-def _none(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
-    return 0
 
 
 def _distances(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
@@ -345,15 +322,14 @@ def _as(names: Iterable[str], formula: Any) -> dict[str, Any]:
 # Sources: two FLOPs for a multiply-add; factorizations: Golub and Van Loan, Matrix Computations
 # (Cholesky n^3 / 3, LU 2 n^3 / 3, an inverse 2 n^3, QR 4 n^3 / 3 of a square matrix).
 _TABLE: dict[str, Any] = {
-    **_as(("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"), _rnn),
-    **_as(("_cudnn_rnn",), _cudnn_rnn),
+    **_as(("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_cudnn_rnn"), _rnn),
     **_as(("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"), _grouped_mm),
     **_as(("_scaled_mm", "_scaled_mm_v2", "_int_mm", "linear", "mkldnn_linear"), _product),
     **_as(("mv", "addmv", "_addmm_activation"), _product),
-    **_as(("dot", "vdot"), _vectors),
+    **_as(("dot", "vdot"), lambda func, args, kwargs, out: 2 * args[0].numel()),
     **_as(("_fft_r2c", "_fft_c2r", "_fft_c2c"), _fft),
     **_as(("_cdist_forward", "_cdist_backward"), _distances),
-    **_as(("_linalg_check_errors", "linalg_vector_norm", "linalg_cross"), _none),
+    **_as(("_linalg_check_errors", "linalg_vector_norm", "linalg_cross"), lambda *given: 0),
     **_as(("linalg_cholesky_ex", "cholesky"), _per_matrix(1 / 3)),
     **_as(("linalg_lu_factor_ex", "_linalg_solve_ex", "_linalg_det"), _per_matrix(2 / 3)),
     **_as(("linalg_qr",), _per_matrix(4 / 3)),

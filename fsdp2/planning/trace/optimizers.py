@@ -110,14 +110,7 @@ def optimizer_cost(
         for shard in dict.fromkeys(shards):
             if shard not in costs:
                 costs[shard] = _run([shard], factory)
-        return OptimizerCost(
-            sum(costs[shard].state for shard in shards),
-            sum(costs[shard].moment for shard in shards),
-            sum(costs[shard].traffic for shard in shards),
-            tuple(nbytes for shard in shards for nbytes in costs[shard].tensors),
-            tuple(costs[shard].moment for shard in shards),
-            tuple(each for shard in shards for each in costs[shard].operations),
-        )
+        return sum_of([costs[shard] for shard in shards])
     return _run(shards, factory)
 
 
