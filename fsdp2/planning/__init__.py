@@ -7,19 +7,17 @@
 from ..api.shard_model import Sharding
 from .cluster import Cluster
 from .comparison import Compared, Comparison, compare
-from .estimate_report import Estimate, RankEstimate, TrafficRow
-from .estimating import estimate
+from .estimating import Estimate, RankEstimate, TrafficRow, estimate
 from .hardware.hardware import PRESETS, Hardware, find_hardware
 from .hardware.measure import measure, write_hardware
 from .outcomes import Outcome
 from .plan_report import Plan, Split
-from .planning import plan
-from .predicting import predict, sweep
+from .planning import plan, predict, sweep
 from .prediction import Prediction, Sweep
 from .simulation.simulate import SimulatedStep, Simulator
 from .trace.kernels import Kernels
 from .trace.op_costs import register_cost
-from .trace.paged_state import StateOffload
+from .trace.optimizers import StateOffload
 from .training_cost import Offer, TrainingCost, training_cost
 from .workload import Workload
 

@@ -10,7 +10,7 @@ from typing_extensions import override
 from ..policy import CPUOffloadPolicy
 from ..render.text import plural, show_bytes
 from .replay.pipeline import Part
-from .replay.shards import Setup, rows_of, shard_of
+from .replay.setups import Setup, rows_of, shard_of
 from .simulation.simulate import SimulatedStep
 
 # The least part of what a rank needs that counts as a cause.

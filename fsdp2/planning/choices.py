@@ -11,8 +11,8 @@ from typing import Any
 from ..api.shard_model import Sharding, find_strategy, with_fields
 from ..common.checks import check_number
 from ..common.suggestions import did_you_mean
-from .candidates import Candidate
 from .cluster import Cluster
+from .outcomes import Candidate
 from .predictor import Predictor
 from .replay.schedules import SCHEDULES, STAGES_PER_RANK, check_schedule_name
 from .replay.setups import checked_mesh
@@ -149,28 +149,11 @@ class Choices:
         tensor, context, pipeline = degree
         num_ranks = self.num_ranks // (pipeline or 1)
         own, node = num_ranks // (tensor or 1), max(1, self._node // (tensor or 1))
-        start = Candidate(
-            "",
-            (),
-            wrap=wrap,
-            prefetch=self.given.get("prefetch", [1])[0],
-            tensor_ranks=tensor,
-            context_ranks=context,
-            pipeline_ranks=pipeline,
-        )
-        ways = self.accumulations
-        if start.is_pipeline:
+        prefetch, ways = self.given.get("prefetch", [1])[0], self.accumulations
+        if pipeline not in (None, 1):
             ways = [way for way in ways if way != "every"]
         return [
-            replace(
-                start,
-                strategy=strategy,
-                mesh=mesh,
-                reshard=reshard,
-                checkpointing=mode,
-                accumulation=way,
-                expert_ranks=ranks,
-            )
+            Candidate(strategy, mesh, mode, wrap, reshard, prefetch, way, ranks, *degree)
             for ranks in expert_ranks
             for strategy, mesh in self._meshes(own, node)
             if prod(mesh) * (tensor or 1) == num_ranks and mesh[-1] % (context or 1) == 0

@@ -6,7 +6,7 @@ Both come as JSON, so that they can be made on different machines; nothing here 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from typing_extensions import override
 
 from ..render.text import plain_table, plural, show_bytes, show_seconds
+from ..render.timeline import pyplot_for_files, write
 from .outcomes import PREDICTED
 from .prediction import Prediction
 from .simulation.unit_figures import OUTSIDE
@@ -88,9 +89,7 @@ class Comparison:
         Raises:
             ImportError: without matplotlib (``pip install fsdp2[train]``).
         """
-        from .comparison_picture import draw
-
-        draw(self.step, self.units, Path(path))
+        _draw(self.step, self.units, Path(path))
 
     @override
     def __str__(self) -> str:
@@ -344,3 +343,52 @@ def _row(what: str, each: Compared) -> tuple[str, ...]:
     show = _SHOW[each.kind]
     error = "" if each.error is None else f"{100 * each.error:+.1f} %"
     return what, show(each.predicted), show(each.measured), error
+
+
+_PALE, _STRONG = "#a9c6e2", "#6d9bc8"  # colors of predictions, of measurements
+_MOST_UNITS = 40  # of which the names can be read
+
+
+def _draw(step: Sequence[Compared], units: Sequence[Compared], path: Path) -> None:
+    """Write three rows of bars: the step's times, the units' times, and bytes in memory.
+
+    Raises:
+        ImportError: without matplotlib (``pip install fsdp2[train]``).
+    """
+    pyplot = pyplot_for_files()
+    figure, axes = pyplot.subplots(3, 1, figsize=(13, 11))
+    times = [each for each in step if each.kind == "seconds"]
+    _bars(axes[0], [each.what for each in times], times, 1e3, "Step, ms")
+    names = list(dict.fromkeys(each.unit for each in units))[:_MOST_UNITS]
+    by_unit = {(each.unit, each.what): each for each in units}
+    # Forward and backward in one row: they differ by less than units do.
+    whats, title = ("forward", "backward"), "Units, forward and backward, ms"
+    labels = [f"{name}\n{what}" for name in names for what in whats]
+    _bars(axes[1], labels, [by_unit[name, w] for name in names for w in whats], 1e3, title)
+    what = "memory" if (names[0], "memory") in by_unit else "gathered"
+    peaks = [each for each in step if each.kind == "bytes" and each.what.startswith("peak")]
+    labels = [each.what for each in peaks] + [f"{name}\n{what}" for name in names]
+    bytes_of = [*peaks, *(by_unit[name, what] for name in names)]
+    _bars(axes[2], labels, bytes_of, 2**-20, "Memory, MiB")
+    figure.suptitle("Predicted and measured", x=0.01, ha="left", fontweight="bold")
+    figure.tight_layout()
+    write(figure, path)
+
+
+def _bars(
+    axis: Any, labels: Sequence[str], figures: Sequence[Compared], scale: float, title: str
+) -> None:
+    places = range(len(figures))
+    predicted = [scale * each.predicted for each in figures]
+    measured = [scale * each.measured for each in figures]
+    axis.bar([x - 0.2 for x in places], predicted, 0.4, color=_PALE, label="predicted")
+    axis.bar([x + 0.2 for x in places], measured, 0.4, color=_STRONG, label="measured")
+    for x, each in zip(places, figures, strict=True):
+        if each.error is not None:
+            height = scale * max(each.predicted, each.measured)
+            axis.text(x, height, f"{100 * each.error:+.0f} %", ha="center", va="bottom", fontsize=7)
+    turned = 90 if len(labels) > 12 else 0
+    axis.set_xticks(list(places), labels, fontsize=7, rotation=turned)
+    axis.set_title(title, loc="left")
+    axis.margins(y=0.15)
+    axis.legend()

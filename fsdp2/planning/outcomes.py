@@ -1,20 +1,142 @@
-"""The time and memory of a configuration: steps of ranks that differ, and what they come to."""
+"""A configuration that the planner considers, and what it comes to: steps of ranks that differ."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from typing_extensions import override
 
+from ..api.shard_model import Sharding
 from ..render.text import show_bytes, show_seconds
-from .candidates import Candidate
+from .hardware.hardware import Hardware
 from .simulation.simulate import SimulatedStep
 from .simulation.unit_figures import peak_gathered_bytes, unit_figures, waited_s
+from .workload import Workload
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One configuration.
+
+    Attributes:
+        strategy: as in `Sharding`.
+        mesh: (ranks,) or (replicas, shards).
+        wrap: the label of a choice of units.
+        reshard: ``reshard_after_forward`` of all units but the root; None: the default.
+        prefetch: number of units gathered ahead.
+        checkpointing: activation checkpointing mode.
+        accumulation: how gradients of micro-batches are summed, as in `Workload`; None: there is
+            one micro-batch.
+        expert_ranks: over which experts are distributed; None: they have no mesh of their own.
+        tensor_ranks: that share the operators, for each rank of ``mesh``; None: nothing makes the
+            model tensor-parallel.
+        context_ranks: of the last dim of ``mesh``, those that have parts of the same sequences;
+            None: nobody asks for them.
+        pipeline_ranks: that have other stages, each with a mesh of its own; None: nobody asks for
+            them.
+        schedule, stages_per_rank: of the pipeline; None: there is none.
+    """
+
+    strategy: str
+    mesh: tuple[int, ...]
+    checkpointing: str = "none"
+    wrap: str = "blocks"
+    reshard: Any = None
+    prefetch: int = 1
+    accumulation: str | None = None
+    expert_ranks: int | None = None
+    tensor_ranks: int | None = None
+    context_ranks: int | None = None
+    pipeline_ranks: int | None = None
+    schedule: str | None = None
+    stages_per_rank: int | None = None
+
+    @property
+    def ranks_per_batch(self) -> int:
+        """Ranks that get the same batch."""
+        return (self.tensor_ranks or 1) * (self.context_ranks or 1) * (self.pipeline_ranks or 1)
+
+    @property
+    def is_pipeline(self) -> bool:
+        return self.pipeline_ranks not in (None, 1)
+
+    def workload(self, given: Workload) -> Workload:
+        """``given``, as it runs here."""
+        return replace(
+            given,
+            activation_checkpointing=self.checkpointing,
+            accumulation=self.accumulation or "unsharded",
+            expert_ranks=self.expert_ranks or 1,
+            tensor_ranks=self.tensor_ranks or 1,
+            context_ranks=self.context_ranks or 1,
+            pipeline_ranks=self.pipeline_ranks or 1,
+            schedule=self.schedule or "1F1B",
+            stages_per_rank=self.stages_per_rank or 1,
+        )
+
+    def sharding(self, given: Sharding, wrap: Any) -> Sharding:
+        """``given``, as it is here; ``wrap`` is what the label means."""
+        return replace(
+            given,
+            strategy=self.strategy,
+            wrap=wrap,
+            reshard_after_forward=self.reshard,
+            prefetch=self.prefetch,
+        )
+
+    @property
+    def complexity(self) -> int:
+        """The number of choices that are not the default."""
+        changed = (
+            len(self.mesh) > 1,
+            self.wrap != "blocks",
+            self.reshard is not None,
+            self.prefetch > 1,
+            self.checkpointing != "none",
+            self.accumulation not in (None, "unsharded"),
+            self.tensor_ranks not in (None, 1),
+            self.context_ranks not in (None, 1),
+            self.is_pipeline,
+            self.schedule not in (None, "1F1B"),
+        )
+        return sum(changed)
+
+    @override
+    def __str__(self) -> str:
+        parts = [self.strategy, " x ".join(map(str, self.mesh)), f"units: {self.wrap}"]
+        if self.reshard is not None:
+            parts.append(f"reshard {self.reshard}")
+        parts.append(f"prefetch {self.prefetch}")
+        parts.append(f"checkpointing {self.checkpointing}")
+        for told, value in (
+            ("accumulation", self.accumulation),
+            ("experts over", self.expert_ranks),
+            ("tensor parallel over", self.tensor_ranks),
+            ("context over", self.context_ranks),
+        ):
+            if value is not None:
+                parts.append(f"{told} {value}")
+        if self.is_pipeline:
+            how = schedule_told(self.schedule or "1F1B", self.stages_per_rank or 1)
+            parts.append(f"pipeline over {self.pipeline_ranks} ({how})")
+        return ", ".join(parts)
+
+
+def schedule_told(schedule: str, stages_per_rank: int) -> str:
+    each = f", {stages_per_rank} stages each" if stages_per_rank > 1 else ""
+    return f"{schedule}{each}"
+
 
 # The least part of a step that compute has to wait for the rest to be what bounds it.
 WAITS = 0.1
+
+# Of a step, beside its time and memory.
+_FIGURES = (
+    *("compute_s", "contention_s", "stragglers_s", "host_s", "optimizer_s", "exposed_s"),
+    *("stream_s", "flops"),
+)
 
 # The key by which `compare` knows the JSON of a plan or a prediction; its value is the version.
 PREDICTED = "fsdp2_prediction"
@@ -99,14 +221,7 @@ def _together_s(steps: Sequence[SimulatedStep]) -> float:
 def figures_of(step: SimulatedStep) -> dict[str, Any]:
     """The figures of a step, but its time and memory, as JSON-compatible data."""
     return {
-        "compute_s": step.compute_s,
-        "contention_s": step.contention_s,
-        "stragglers_s": step.stragglers_s,
-        "host_s": step.host_s,
-        "optimizer_s": step.optimizer_s,
-        "exposed_s": step.exposed_s,
-        "stream_s": step.stream_s,
-        "flops": step.flops,
+        **{name: getattr(step, name) for name in _FIGURES},
         "peak_parts": step.peak.parts,
         "waited_s": waited_s(step),
         "peak_gathered_bytes": peak_gathered_bytes(step),
@@ -167,3 +282,108 @@ def bound_sentence(step: SimulatedStep) -> str:
         f"The step is {kind}: kernels take {show_seconds(step.compute_s)}, {parts}{lost}; "
         f"{show_seconds(step.exposed_s)} ({share:.0f} % of the step) are not hidden{late}."
     )
+
+
+# Outcomes that are compared in both cases: those of at most this time, relative to the fastest.
+CLOSE = 1.05
+MOST_COMPARED = 6
+
+StepTime = Callable[[Hardware, float], float]
+
+
+@dataclass(frozen=True)
+class Range:
+    """Seconds of a step.
+
+    Attributes:
+        fastest_s, slowest_s: with the best and the worst that is known of kernels and links.
+        kernels_s, links_s: the difference that each of the two makes alone.
+    """
+
+    fastest_s: float
+    slowest_s: float
+    kernels_s: float
+    links_s: float
+
+    @property
+    def driver(self) -> str:
+        """What most of the range is from."""
+        if self.kernels_s >= self.links_s:
+            return "the speed of kernels (shapes, software, compiled or not)"
+        return "the speed of links (load, topology)"
+
+    @override
+    def __str__(self) -> str:
+        fastest, slowest = show_seconds(self.fastest_s), show_seconds(self.slowest_s)
+        return f"{fastest} to {slowest}, most of it by {self.driver}"
+
+
+def range_figures(made: Range | None) -> dict[str, Any]:
+    """As JSON-compatible data."""
+    if made is None:
+        return {"step_range_s": None, "range_kernels_s": 0.0, "range_links_s": 0.0}
+    return {
+        "step_range_s": [made.fastest_s, made.slowest_s],
+        "range_kernels_s": made.kernels_s,
+        "range_links_s": made.links_s,
+    }
+
+
+def is_known(hardware: Hardware) -> bool:
+    """Whether all speeds of it are known, as those of measured hardware."""
+    return hardware.kernels_range == hardware.links_range == (1.0, 1.0)
+
+
+def range_of(hardware: Hardware, step_s: StepTime) -> Range | None:
+    """The range of a step's time; None where all speeds are known.
+
+    Args:
+        step_s: simulates the step on hardware whose kernels have this relative speed.
+    """
+    if is_known(hardware):
+        return None
+    (slow, fast), (low, high) = hardware.kernels_range, hardware.links_range
+    return Range(
+        step_s(with_links(hardware, high), fast),
+        step_s(with_links(hardware, low), slow),
+        step_s(hardware, slow) - step_s(hardware, fast),
+        step_s(with_links(hardware, low), 1.0) - step_s(with_links(hardware, high), 1.0),
+    )
+
+
+def with_links(hardware: Hardware, speed: float) -> Hardware:
+    """The same with links of another relative speed."""
+    if speed == 1.0:
+        return hardware
+    return replace(
+        hardware,
+        node_bandwidth=hardware.node_bandwidth * speed,
+        network_bandwidth=hardware.network_bandwidth * speed,
+        node_latency_s=hardware.node_latency_s / speed,
+        network_latency_s=hardware.network_latency_s / speed,
+    )
+
+
+def as_fast(
+    ranked: Sequence[Outcome],
+    hardware: Hardware,
+    paced_s: Callable[[Outcome, Hardware, float], float],
+) -> list[Outcome]:
+    """Those that are as fast as the first of ``ranked``, for all that is known; it comes first.
+
+    Args:
+        ranked: outcomes that fit, the fastest first.
+        paced_s: simulates an outcome as `StepTime`, and returns its time as `Outcome.paced_s`.
+    """
+    first = ranked[0]
+    close = [o for o in ranked[1:] if o.paced_s <= CLOSE * first.paced_s][: MOST_COMPARED - 1]
+    if is_known(hardware) or not close:
+        return [first]
+    (slow, fast), (low, high) = hardware.kernels_range, hardware.links_range
+    cases = [(with_links(hardware, high), slow), (with_links(hardware, low), fast)]
+    least = [paced_s(first, *case) for case in cases]
+    return [first] + [
+        each
+        for each in close
+        if any(paced_s(each, *case) <= best for case, best in zip(cases, least, strict=True))
+    ]

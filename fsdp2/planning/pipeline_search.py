@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from ..features.gather_budget import GatherBudgetError
 from ..render.text import plural
-from .candidates import Candidate, schedule_told
 from .choices import Choices, Degree
+from .outcomes import Candidate, schedule_told
 from .predictor import Configuration, Predictor
 from .replay.pipeline import Part
 from .replay.schedules import LOOPED, SPLIT, check_schedule

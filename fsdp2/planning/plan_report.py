@@ -12,8 +12,7 @@ from typing_extensions import override
 from ..api.shard_model import Sharding, shard_model
 from ..render.text import plural, show_bytes, show_seconds, table
 from .advice import SHOWN_PADDING
-from .candidates import Candidate, schedule_told
-from .outcomes import Outcome, bound_sentence
+from .outcomes import Candidate, Outcome, bound_sentence, schedule_told
 from .prediction import Prediction, bubble_told
 from .replay.schedules import rank_of_stage
 from .simulation.loads import describe_sizes
@@ -343,11 +342,7 @@ def _as_dict(made: Plan) -> dict[str, Any]:
             {
                 **asdict(o.candidate),
                 "step_s": o.seconds,
-                "exposed_s": o.exposed_s,
-                "peak_bytes": o.peak_bytes,
-                "reserved_bytes": o.reserved_bytes,
-                "needed_bytes": o.needed_bytes,
-                "fits": o.fits,
+                **{name: getattr(o, name) for name in _OUTCOME},
             }
             for o in made.outcomes
         ],
@@ -356,4 +351,5 @@ def _as_dict(made: Plan) -> dict[str, Any]:
 
 # Of `Sharding`, what a plan says in any case, and what it says if it is not the default.
 _ALWAYS_TOLD = ("strategy", "wrap", "reshard_after_forward", "prefetch")
+_OUTCOME = ("exposed_s", "peak_bytes", "reserved_bytes", "needed_bytes", "fits")
 _TOLD = ("replicate_below", "direct_min_bytes", "max_gathered_bytes")

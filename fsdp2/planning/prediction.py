@@ -13,10 +13,11 @@ from typing_extensions import override
 from ..render.text import plural, show_bytes, show_seconds, table
 from .advice import SHOWN_PADDING, Padding
 from .hardware.hardware import Hardware
-from .outcomes import PREDICTED, Outcome, bound_of, bound_sentence, figures_of
+from .outcomes import PREDICTED, Outcome, Range, bound_of, bound_sentence, figures_of, range_figures
 from .picture import draw
-from .ranges import Range, range_figures
 from .simulation.simulate import SimulatedStep
+
+_RATES = ("samples", "context", "samples_per_s", "tokens_per_s", "flops_per_s", "bound")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,12 +124,7 @@ class Prediction(Outcome):
         return {
             **self.figures(),
             **self.choices,
-            "samples": self.samples,
-            "context": self.context,
-            "samples_per_s": self.samples_per_s,
-            "tokens_per_s": self.tokens_per_s,
-            "flops_per_s": self.flops_per_s,
-            "bound": self.bound,
+            **{name: getattr(self, name) for name in _RATES},
             "host_bytes": self.step.host_bytes,
             "fits": self.fits,
             "notes": self.notes,

@@ -10,16 +10,13 @@ from ..api.shard_model import Sharding
 from ..policy import CPUOffloadPolicy, check_comm_policy
 from ..render.text import plural
 from .advice import padding_of
-from .candidates import Candidate
 from .hardware.hardware import Hardware
-from .outcomes import outcome_of, slowest_first, stage_figures
+from .outcomes import Candidate, outcome_of, range_of, slowest_first, stage_figures
 from .prediction import Prediction
-from .ranges import range_of
 from .replay.pipeline import Part
 from .replay.replay import Replay
 from .replay.schedules import check_schedule
-from .replay.setups import granularities, make_setup
-from .replay.shards import Setup
+from .replay.setups import Setup, granularities, make_setup
 from .simulation.loads import Load, batch_size, even_load, sizes_of, speeds_of
 from .simulation.pipeline_times import replay_pipeline, simulate_pipeline, stages_of
 from .simulation.simulate import SimulatedStep, Simulator
@@ -36,6 +33,14 @@ class Configuration(NamedTuple):
     workload: Workload
     sharding: Sharding
     mesh: tuple[int, ...]
+
+
+# What does not go together with a pipeline, and why.
+_OF_ONE_MODEL = {
+    "offload_optimizer": "it brings back state of one optimizer for one model, not yet of stages",
+    "max_device_bytes": "it is of one `shard_model`, and each stage has its own",
+    "shard_granularity": "it goes by names of parameters, and stages have their own",
+}
 
 
 class Replays(NamedTuple):
@@ -244,24 +249,9 @@ class Predictor:
             )
         if workload.max_saved_bytes is not None:
             raise ValueError(f"max_saved_bytes does not go together with {told}")
-        for name, given, reason in (
-            (
-                "offload_optimizer",
-                workload.offload_optimizer is not None,
-                "it brings back state of one optimizer for one model, not yet of stages",
-            ),
-            (
-                "max_device_bytes",
-                sharding.max_device_bytes is not None,
-                "it is of one `shard_model`, and each stage has its own",
-            ),
-            (
-                "shard_granularity",
-                bool(self.granularity),
-                "it goes by names of parameters, and stages have their own",
-            ),
-        ):
-            if given:
+        given = (workload.offload_optimizer, sharding.max_device_bytes, self.granularity or None)
+        for (name, reason), value in zip(_OF_ONE_MODEL.items(), given, strict=True):
+            if value is not None:
                 raise ValueError(
                     f"{name} does not go together with {told}: {reason}. Leave {name} or "
                     "pipeline_ranks out"

@@ -10,14 +10,20 @@ from ..api.shard_model import Sharding
 from ..features.gather_budget import GatherBudgetError
 from ..render.text import plural, show_bytes
 from .advice import advice
-from .candidates import Candidate
 from .choices import Choices, Degree
 from .hardware.hardware import Hardware
-from .outcomes import Outcome, outcome_of, simplicity, with_micro_batches
+from .outcomes import (
+    MOST_COMPARED,
+    Candidate,
+    Outcome,
+    as_fast,
+    outcome_of,
+    simplicity,
+    with_micro_batches,
+)
 from .pipeline_search import PipelineSearch
 from .plan_report import Plan, reasons
 from .predictor import Configuration, Predictor, Replays
-from .ranges import MOST_COMPARED, as_fast
 from .simulation.loads import Load
 from .trace.events import StepTrace
 

@@ -12,11 +12,10 @@ from torch import nn
 from ..api.shard_model import Sharding
 from ..wrap import as_policy, units_of
 from .replay.schedules import SPLIT
-from .tensor_parallel import on_meta
 from .trace.events import Exchange, StepTrace
 from .trace.expert_units import experts_of
 from .trace.stage import Shape, Stage
-from .traces import TracedStage, TracedSteps
+from .traces import TracedStage, TracedSteps, on_meta
 from .workload import Workload, default_checkpoint_modules
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from ..common.suggestions import did_you_mean
 from ..render.text import plural, table
-from .cost_picture import Point, draw
+from ..render.timeline import pyplot_for_files, write
 from .prediction import Prediction, Sweep
 
 _DAY_S = 86400.0
@@ -42,6 +42,14 @@ class Offer:
     best: bool = False
 
 
+def _by_days(offer: Offer) -> tuple[float, float]:
+    return offer.days, offer.cost
+
+
+def _by_cost(offer: Offer) -> tuple[float, float]:
+    return offer.cost, offer.days
+
+
 @dataclass(frozen=True)
 class TrainingCost:
     """What `training_cost` returns; ``print`` shows a table.
@@ -60,12 +68,12 @@ class TrainingCost:
     @property
     def cheapest(self) -> Offer:
         """The offer that costs least; of equals, the soonest."""
-        return min(self.offers, key=lambda offer: (offer.cost, offer.days))
+        return min(self.offers, key=_by_cost)
 
     @property
     def fastest(self) -> Offer:
         """The offer that is done first; of equals, the cheapest."""
-        return min(self.offers, key=lambda offer: (offer.days, offer.cost))
+        return min(self.offers, key=_by_days)
 
     def within(self, *, days: float | None = None, cost: float | None = None) -> Offer | None:
         """The cheapest offer that is done in ``days``; or the fastest one for ``cost``.
@@ -77,17 +85,10 @@ class TrainingCost:
         Returns:
             None if there is none.
         """
-        kept = [
-            offer
-            for offer in self.offers
-            if (days is None or offer.days <= days) and (cost is None or offer.cost <= cost)
-        ]
+        most_days, most_cost = (inf if most is None else most for most in (days, cost))
+        kept = [o for o in self.offers if o.days <= most_days and o.cost <= most_cost]
         soonest_first = days is None and cost is not None
-        return min(
-            kept,
-            key=lambda o: (o.days, o.cost) if soonest_first else (o.cost, o.days),
-            default=None,
-        )
+        return min(kept, key=_by_days if soonest_first else _by_cost, default=None)
 
     def best_number(self, extra_cost: float = 0.1) -> Offer:
         """The soonest of the offers that cost at most a part ``extra_cost`` more than the cheapest.
@@ -96,10 +97,7 @@ class TrainingCost:
         begins to be dear.
         """
         limit = self.cheapest.cost * (1 + extra_cost)
-        return min(
-            (offer for offer in self.offers if offer.cost <= limit),
-            key=lambda offer: (offer.days, offer.cost),
-        )
+        return min((offer for offer in self.offers if offer.cost <= limit), key=_by_days)
 
     def picture(self, path: str | Path) -> None:
         """Write days and cost over the number of GPUs as a picture.
@@ -113,7 +111,7 @@ class TrainingCost:
             point = (made.num_ranks, offer.days, offer.cost)
             lines.setdefault(made.hardware.name, {}).setdefault(made.num_ranks, point)
         title = f"Training to {_short(self.tokens)} tokens"
-        draw({k: list(v.values()) for k, v in lines.items()}, Path(path), title=title)
+        _draw({k: list(v.values()) for k, v in lines.items()}, Path(path), title=title)
 
     def to_dict(self) -> dict[str, Any]:
         """The table as JSON-compatible data."""
@@ -122,15 +120,8 @@ class TrainingCost:
             "goodput": self.goodput,
             "left_out": self.left_out,
             "offers": [
-                {
-                    "days": offer.days,
-                    "gpu_hours": offer.gpu_hours,
-                    "cost": offer.cost,
-                    "batch_tokens": offer.batch_tokens,
-                    "efficiency": offer.efficiency,
-                    "best": offer.best,
-                    "prediction": offer.prediction.to_dict(),
-                }
+                {n: v for n, v in vars(offer).items() if n != "prediction"}
+                | {"prediction": offer.prediction.to_dict()}
                 for offer in self.offers
             ],
         }
@@ -335,3 +326,31 @@ def _short(num: float) -> str:
         if num >= limit:
             return f"{num / limit:.3g}{suffix}"
     return f"{num:.3g}"
+
+
+Point = tuple[int, float, float]  # GPUs, days, cost
+
+
+def _draw(lines: Mapping[str, Sequence[Point]], path: Path, *, title: str) -> None:
+    """Write one line for each kind of GPU to ``path``; the suffix selects the format.
+
+    Raises:
+        ImportError: without matplotlib (``pip install fsdp2[train]``).
+    """
+    pyplot = pyplot_for_files()
+    figure, axes = pyplot.subplots(1, 2, figsize=(13, 5))
+    for name, points in lines.items():
+        ranks, days, costs = zip(*points, strict=True)
+        axes[0].plot(ranks, days, marker="o", label=name)
+        axes[1].plot(ranks, costs, marker="o", label=name)
+    for axis, what in zip(axes, ("Days", "Cost"), strict=True):
+        axis.set_title(what, loc="left")
+        axis.set_xlabel("GPUs")
+        axis.set_xscale("log", base=2)
+        axis.grid(alpha=0.3)
+        axis.legend()
+    axes[0].set_yscale("log")
+    axes[1].set_ylim(bottom=0)
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+    figure.tight_layout()
+    write(figure, path)

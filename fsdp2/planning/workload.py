@@ -14,7 +14,7 @@ from ..common.checks import check_kind, check_number
 from ..common.suggestions import did_you_mean
 from .trace.checkpointing import MODES
 from .trace.kernels import Kernels
-from .trace.paged_state import StateOffload
+from .trace.optimizers import StateOffload
 from .trace.uncosted import CHOICES
 
 # How gradients of micro-batches are summed: whole, and reduced in the last; reduce-scattered in

@@ -144,9 +144,14 @@ def save(picture: Picture, path: Path) -> None:
         axis.set_xlabel(f"time in {unit}")
     figure.suptitle(picture.title, fontsize=13, x=0.01, ha="left", fontweight="bold")
     figure.tight_layout(rect=(0, 0, 1, 0.98))
+    write(figure, path)
+
+
+def write(figure: Any, path: Path) -> None:
+    """Write a figure to ``path``, in folders that are made, and close it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=90)
-    pyplot.close(figure)
+    pyplot_for_files().close(figure)
 
 
 # -- streams -------------------------------------------------------------------------------------

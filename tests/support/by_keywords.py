@@ -15,7 +15,7 @@ import fsdp2
 from fsdp2 import Cluster, Estimate, Plan, Prediction, Sharding, Sweep, Workload
 from fsdp2.planning.replay import setups
 from fsdp2.planning.replay.schedules import SPLIT
-from fsdp2.planning.replay.shards import Setup
+from fsdp2.planning.replay.setups import Setup
 from fsdp2.planning.staged_steps import StagedSteps
 from fsdp2.planning.trace import tracing
 from fsdp2.planning.trace.events import StepTrace

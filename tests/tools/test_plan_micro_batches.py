@@ -18,7 +18,7 @@ from test_plan import BF16, on_meta, tokens
 from by_keywords import plan, predict
 from fsdp2 import Plan
 from fsdp2.planning import find_hardware
-from fsdp2.planning.ranges import MOST_COMPARED
+from fsdp2.planning.outcomes import MOST_COMPARED
 from fsdp2.planning.replay.replay import Player
 
 NUM = 24

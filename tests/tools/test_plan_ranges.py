@@ -19,9 +19,7 @@ if harness.RUNS_ON_TORCH:
 from by_keywords import plan, predict, sweep
 from fsdp2 import MixedPrecisionPolicy
 from fsdp2.planning import Hardware, find_hardware
-from fsdp2.planning.candidates import Candidate
-from fsdp2.planning.outcomes import Outcome
-from fsdp2.planning.ranges import CLOSE, MOST_COMPARED, as_fast, range_of
+from fsdp2.planning.outcomes import CLOSE, MOST_COMPARED, Candidate, Outcome, as_fast, range_of
 
 H100 = find_hardware("h100")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

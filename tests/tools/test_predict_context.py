@@ -31,10 +31,10 @@ from fsdp2.planning import find_hardware
 from fsdp2.planning.replay.device import Transfer
 from fsdp2.planning.simulation.costs import transfer_cost
 from fsdp2.planning.simulation.loads import with_part_of_context
-from fsdp2.planning.tensor_parallel import parallel_copy
-from fsdp2.planning.trace.context import ContextParallel
+from fsdp2.planning.trace.attention import ContextParallel
 from fsdp2.planning.trace.events import Compute, Exchange, ExchangeEnd
 from fsdp2.planning.trace.expert_units import InnerTopology
+from fsdp2.planning.traces import parallel_copy
 from fsdp2.transports.host.topology import Ring
 from harness import cached_mesh, distributed
 from ring_attention import RingAttention

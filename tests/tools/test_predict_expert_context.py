@@ -24,10 +24,10 @@ from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.experts import shard_experts
 from fsdp2.planning.replay.replay import replay
 from fsdp2.planning.simulation.loads import with_part_of_context
-from fsdp2.planning.tensor_parallel import parallel_copy
-from fsdp2.planning.trace.context import ContextParallel
+from fsdp2.planning.trace.attention import ContextParallel
 from fsdp2.planning.trace.events import Exchange
 from fsdp2.planning.trace.expert_units import InnerTopology, with_experts
+from fsdp2.planning.traces import parallel_copy
 from fsdp2.transports.host.topology import Ring
 from fsdp2.wrap import units_of
 from harness import cached_mesh, distributed

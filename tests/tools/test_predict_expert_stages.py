@@ -40,7 +40,7 @@ from fsdp2.planning.replay.pipeline import Part, replay_rank
 from fsdp2.planning.replay.schedules import SPLIT, order_of, rank_of_stage
 from fsdp2.planning.trace.events import Exchange, StartOfBackward, StartOfWeights
 from fsdp2.planning.trace.expert_units import InnerTopology
-from fsdp2.planning.trace.paged_state import NOTHING
+from fsdp2.planning.trace.optimizers import NOTHING
 from fsdp2.planning.traces import TracedStage
 from fsdp2.transports.host.topology import Ring
 from harness import cached_mesh, distributed

@@ -43,10 +43,10 @@ from fsdp2.experts import shard_experts
 from fsdp2.planning.replay.pipeline import Part, replay_rank
 from fsdp2.planning.replay.replay import replay
 from fsdp2.planning.replay.schedules import order_of
-from fsdp2.planning.tensor_parallel import parallel_copy
 from fsdp2.planning.trace.events import Exchange
 from fsdp2.planning.trace.expert_units import InnerTopology, with_experts
-from fsdp2.planning.trace.paged_state import NOTHING
+from fsdp2.planning.trace.optimizers import NOTHING
+from fsdp2.planning.traces import parallel_copy
 from fsdp2.transports.host.topology import Ring
 from fsdp2.wrap import units_of
 from harness import cached_mesh, distributed, run_on

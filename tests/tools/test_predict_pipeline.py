@@ -28,7 +28,7 @@ from fsdp2.planning.replay.schedules import Action, actions_of
 from fsdp2.planning.simulation.pipeline_times import RankTimes, begins
 from fsdp2.planning.trace.events import Compute, StartOfBackward
 from fsdp2.planning.trace.expert_units import InnerTopology
-from fsdp2.planning.trace.paged_state import NOTHING
+from fsdp2.planning.trace.optimizers import NOTHING
 from fsdp2.transports.host.topology import Ring
 from harness import cached_mesh, distributed
 from traffic import counting, noting_messages

@@ -40,7 +40,7 @@ from fsdp2.planning.simulation.pipeline_times import (
     simulate_pipeline,
 )
 from fsdp2.planning.trace.events import Gradient
-from fsdp2.planning.trace.paged_state import NOTHING
+from fsdp2.planning.trace.optimizers import NOTHING
 from harness import cached_mesh, distributed
 from traffic import Traffic, counting, noting_messages
 

@@ -24,9 +24,8 @@ from fsdp2 import CPUOffloadPolicy, StateOffload, explain, offload_optimizer, sh
 from fsdp2.planning import find_hardware
 from fsdp2.planning.replay.replay import params_on_host, placed_optimizer
 from fsdp2.planning.replay.setups import granularities
-from fsdp2.planning.simulation.optimizer_times import optimizer_s
-from fsdp2.planning.trace.optimizers import OptimizerCost
-from fsdp2.planning.trace.paged_state import PagedState, Part, PlacedOptimizer
+from fsdp2.planning.simulation.simulate import optimizer_s
+from fsdp2.planning.trace.optimizers import OptimizerCost, PagedState, Part, PlacedOptimizer
 from fsdp2.wrap import units_of
 from harness import cached_mesh, run_on
 

@@ -33,9 +33,9 @@ from by_keywords import plan, predict, sweep, trace_step
 from fsdp2 import MixedPrecisionPolicy, Plan, fully_shard
 from fsdp2.cli.main import main
 from fsdp2.planning import find_hardware
-from fsdp2.planning.tensor_parallel import parallel_copy
 from fsdp2.planning.trace.events import Compute, Exchange, ExchangeEnd
 from fsdp2.planning.trace.expert_units import InnerTopology
+from fsdp2.planning.traces import parallel_copy
 from fsdp2.transports.host.topology import Ring
 from harness import cached_mesh, distributed
 

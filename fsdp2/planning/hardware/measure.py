@@ -162,10 +162,15 @@ def _operators(times: OperatorTimes, quick: bool) -> list[Timed]:
     found = times.found()
     if not _is_job():
         return found
+    return medians(_of_all_ranks(found))
+
+
+def _of_all_ranks(own: Any) -> list[Any]:
+    """The values of all ranks."""
     together()
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, found)
-    return medians(every)
+    dist.all_gather_object(every, own)
+    return every
 
 
 def medians(every: list[list[Timed]]) -> list[Timed]:
@@ -250,10 +255,7 @@ def _speeds(operator_s: Any, operator_flops: Any, quick: bool) -> dict[str, Any]
     nbytes, seconds = operator_s["aten::add float32"][-1]
     speeds: list[float] = []
     if _is_job() and not quick:
-        own = measure_flops(int(os.environ.get("LOCAL_RANK", 0)))
-        together()
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, own)
+        every = _of_all_ranks(measure_flops(int(os.environ.get("LOCAL_RANK", 0))))
         speeds = [round(each / max(every), 2) for each in every]
     return {
         "matmul_flops": rates,

@@ -18,10 +18,10 @@ from ...runtime.unit import Forward
 from ..trace.account import Account, Held
 from ..trace.allocator import Block
 from ..trace.events import Event, StartOfBackward, StartOfWeights, StepTrace
-from ..trace.paged_state import PlacedOptimizer
+from ..trace.optimizers import PlacedOptimizer
 from .replay import Player, Replay, new_state, play
 from .schedules import Action
-from .shards import Setup
+from .setups import Setup
 from .stand_ins import CountedUnit
 
 
@@ -169,9 +169,8 @@ class StagePlayer(Player):
         self._forwards: dict[int, dict[CountedUnit, list[Forward]]] = {}
         self._of_this: dict[CountedUnit, list[Forward]] = {}
         self._blocks_of: dict[int, dict[int, Block | None]] = {}
-        self._left: list[
-            Block | None
-        ] = []  # what micro-batches did not free: losses, and their graphs
+        # What micro-batches did not free: losses, and their graphs.
+        self._left: list[Block | None] = []
         self.finalization = Finalization(self.runtime)
 
     def prepare(self, split: StepTrace | None, micro_batches: frozenset[int]) -> None:

@@ -26,26 +26,20 @@ from ...runtime.unit import Forward
 from ...runtime.unit_config import UnitConfig
 from ...sharding.mesh import DataParallelMesh
 from ...wrap import UnitDescription
+from ..trace import events
 from ..trace.account import Account
 from ..trace.allocator import Allocator, Block
-from ..trace.events import (
-    Call,
-    Compute,
-    CopyEnd,
-    Event,
-    Exchange,
-    ExchangeEnd,
-    Gradient,
-    HostCopy,
-    Kind,
-    StartOfBackward,
-    StepTrace,
+from ..trace.optimizers import (
+    NOTHING,
+    OptimizerCost,
+    PlacedOptimizer,
+    optimizer_cost,
+    paged_state,
+    param_costs,
 )
-from ..trace.optimizers import OptimizerCost, optimizer_cost, param_costs
-from ..trace.paged_state import NOTHING, PlacedOptimizer, paged_state
 from .device import Launch, LaunchDevice, ReplayState, Transfer
 from .schedules import Action
-from .shards import Setup, shard_of, shard_shape
+from .setups import Setup, shard_shape
 from .stand_ins import CountedBucket, CountedEarlyFree, CountedUnit
 
 
@@ -77,7 +71,7 @@ class Replay:
 
 
 def replay(
-    trace: StepTrace,
+    trace: events.StepTrace,
     setup: Setup,
     *,
     optimizer: PlacedOptimizer = NOTHING,
@@ -141,7 +135,7 @@ def play(
         account.host["parameters"] = sum(bucket.shard_bytes for bucket in on_host)
     if on_device or not offloaded:
         account.now["parameters"] = sum(bucket.shard_bytes for bucket in on_device)
-        account.now["optimizer state"] = optimizer.device_state
+        account.now["optimizer state"] = sum(optimizer.device_tensors)
     optimizer.count_away(account, offloaded=offloaded)
     if host_bytes := sum(player.trace.host_bytes for player in players):
         account.host["activations"] = host_bytes
@@ -184,27 +178,19 @@ def _buckets(unit: CountedUnit) -> list[CountedBucket]:
     return [bucket for bucket in unit.buckets if isinstance(bucket, CountedBucket)]
 
 
-def make_units(trace: StepTrace, setup: Setup, replay: ReplayState) -> list[CountedUnit]:
+def _mesh(group: str, rank: int, num_shards: int, num_replicas: int = 1) -> DataParallelMesh:
+    """A mesh without processes, whose groups are names."""
+    shard: Any = group if num_shards > 1 else None
+    replicate: Any = "replicate" if num_replicas > 1 else None
+    mesh: Any = None
+    return DataParallelMesh(mesh, shard, rank, num_shards, replicate, num_replicas=num_replicas)
+
+
+def make_units(trace: events.StepTrace, setup: Setup, replay: ReplayState) -> list[CountedUnit]:
     """The units of ``setup``, the root first, planned as `build_runtime` plans real ones."""
     device = torch.device(setup.device_type)
-    sharded, replicated = setup.num_shards > 1, setup.num_replicas > 1
-    mesh: Any = DataParallelMesh(
-        mesh=None,  # type: ignore[arg-type]
-        shard_group="shard" if sharded else None,  # type: ignore[arg-type]
-        shard_rank=setup.rank,
-        num_shards=setup.num_shards,
-        replicate_group="replicate" if replicated else None,  # type: ignore[arg-type]
-        num_replicas=setup.num_replicas,
-    )
-    alike = setup.num_expert_shards
-    expert_mesh: Any = DataParallelMesh(
-        mesh=None,  # type: ignore[arg-type]
-        shard_group="expert shard" if alike > 1 else None,  # type: ignore[arg-type]
-        shard_rank=setup.expert_shard_rank,
-        num_shards=alike,
-        replicate_group=None,
-        num_replicas=1,
-    )
+    mesh = _mesh("shard", setup.rank, setup.num_shards, setup.num_replicas)
+    expert_mesh = _mesh("expert shard", setup.expert_shard_rank, setup.num_expert_shards)
     sharding = setup.sharding
     policy = offload_beyond(sharding.offload_policy, sharding.max_device_bytes)
     made = {}
@@ -231,12 +217,7 @@ def make_units(trace: StepTrace, setup: Setup, replay: ReplayState) -> list[Coun
                 unshard_in_backward=not trace.embeddings.issuperset(description.modules),
             ),
         )
-        unit.take(
-            own,
-            0 if experts else sharding.replicate_below,
-            [shard_of(p, setup)[1] for p in own],
-            [setup.granularity.get(p.name, 1) for p in own],
-        )
+        unit.take(own, setup)
     units = [made[description.name] for description in descriptions]
     _nest(units, descriptions)
     for unit, described in zip(units, descriptions, strict=True):
@@ -247,7 +228,7 @@ def make_units(trace: StepTrace, setup: Setup, replay: ReplayState) -> list[Coun
     return units
 
 
-def params_on_host(trace: StepTrace, setup: Setup) -> frozenset[str]:
+def params_on_host(trace: events.StepTrace, setup: Setup) -> frozenset[str]:
     """Names of the parameters whose shards are in host memory, beside a device."""
     offloads = isinstance(setup.sharding.offload_policy, CPUOffloadPolicy)
     if not offloads or setup.device_type == "cpu":
@@ -265,7 +246,7 @@ def params_on_host(trace: StepTrace, setup: Setup) -> frozenset[str]:
 
 
 def placed_optimizer(
-    trace: StepTrace,
+    trace: events.StepTrace,
     setup: Setup,
     optimizer: Any,
     known: dict[Any, OptimizerCost] | None = None,
@@ -312,7 +293,7 @@ def _nest(units: Sequence[CountedUnit], descriptions: Sequence[UnitDescription])
 def _set_prefetch(
     units: Sequence[CountedUnit],
     descriptions: Sequence[UnitDescription],
-    trace: StepTrace,
+    trace: events.StepTrace,
     depth: int,
 ) -> None:
     """Prefetch more than one unit ahead in module order, as `shard_model` does."""
@@ -356,7 +337,7 @@ class Player:
 
     def __init__(
         self,
-        trace: StepTrace,
+        trace: events.StepTrace,
         setup: Setup,
         replay: ReplayState,
         streams: Streams | None = None,
@@ -405,25 +386,25 @@ class Player:
         self._play(self.trace.events)
         self.runtime.end_backward()
 
-    def _play(self, events: Sequence[Event]) -> None:
+    def _play(self, played: Sequence[events.Event]) -> None:
         self._enter_phase("forward")
         self._open.clear()
         self.replay.inside = ""
-        for event in events:
-            if isinstance(event, Compute):
+        for event in played:
+            if isinstance(event, events.Compute):
                 self._compute(event)
-            elif isinstance(event, Call):
+            elif isinstance(event, events.Call):
                 self._call(event)
-            elif isinstance(event, Gradient):
+            elif isinstance(event, events.Gradient):
                 self._gradient(event)
-            elif isinstance(event, Exchange):
+            elif isinstance(event, events.Exchange):
                 self._exchange(event)
-            elif isinstance(event, ExchangeEnd):
+            elif isinstance(event, events.ExchangeEnd):
                 self.replay.end_exchange(event)
-            elif isinstance(event, HostCopy | CopyEnd):
+            elif isinstance(event, events.HostCopy | events.CopyEnd):
                 self.replay.host_copy(event)
             else:
-                assert isinstance(event, StartOfBackward)
+                assert isinstance(event, events.StartOfBackward)
                 self._enter_phase("backward")
 
     def _enter_phase(self, name: str) -> None:
@@ -431,7 +412,7 @@ class Player:
         if self.replay.device is not None:
             self.replay.device.phase = name
 
-    def _compute(self, event: Compute) -> None:
+    def _compute(self, event: events.Compute) -> None:
         account = self.replay.account
         if self.replay.device is not None and event.operations:
             self.replay.device.launch(event, self.replay.inside)
@@ -448,7 +429,7 @@ class Player:
                     blocks[number] = allocate(nbytes, stream)
         account.add("activations", event.net)
 
-    def _exchange(self, event: Exchange) -> None:
+    def _exchange(self, event: events.Exchange) -> None:
         sent = event.nbytes * (event.ranks - 1) // event.ranks
         if event.kind == "all_reduce":
             sent *= 2
@@ -457,18 +438,18 @@ class Player:
         work = Transfer(event.kind, event.group, event.nbytes, sent, 1, self.replay.inside)
         self.replay.exchange(work, event.number)
 
-    def _call(self, event: Call) -> None:
+    def _call(self, event: events.Call) -> None:
         unit = self._of_module.get(event.module)
         if unit is None:
             return
         self._enter_or_leave(unit, event.kind)
-        if event.kind is Kind.ENTER:
+        if event.kind is events.Kind.ENTER:
             unit.watching = not event.flag
             self.runtime.pre_forward(unit)
-        elif event.kind is Kind.LEAVE:
+        elif event.kind is events.Kind.LEAVE:
             forward = self._ended(unit) if event.flag else None
             self.runtime.post_forward(unit, differentiable=event.flag, forward=forward)
-        elif event.kind is Kind.BACKWARD_ENTER:
+        elif event.kind is events.Kind.BACKWARD_ENTER:
             if not unit.backward_began:
                 unit.num_accumulated = 0
             self.runtime.pre_backward(unit, self._reached(unit), accumulates=self._accumulates())
@@ -487,20 +468,20 @@ class Player:
         """The forward that backward has come to; None: the last one."""
         return None
 
-    def _enter_or_leave(self, unit: CountedUnit, kind: Kind) -> None:
+    def _enter_or_leave(self, unit: CountedUnit, kind: events.Kind) -> None:
         """Note which unit computes: the innermost one that was entered and not left.
 
         As `profiling.events.exclusive` decides it for a run: backward may report a unit before the
         one that encloses it, and leaves one whose inputs need no gradient only at the end.
         """
-        if kind in (Kind.ENTER, Kind.BACKWARD_ENTER):
-            self._open.append((unit, kind is Kind.BACKWARD_ENTER))
+        if kind in (events.Kind.ENTER, events.Kind.BACKWARD_ENTER):
+            self._open.append((unit, kind is events.Kind.BACKWARD_ENTER))
             self._open.sort(key=lambda each: len(each[0].enclosing))  # stable
-        elif (entered := (unit, kind is Kind.BACKWARD_LEAVE)) in self._open:
+        elif (entered := (unit, kind is events.Kind.BACKWARD_LEAVE)) in self._open:
             del self._open[len(self._open) - 1 - self._open[::-1].index(entered)]
         self.replay.inside = self._open[-1][0].name if self._open else ""
 
-    def _gradient(self, event: Gradient) -> None:
+    def _gradient(self, event: events.Gradient) -> None:
         if event.param not in self._of_param:
             return
         unit, param = self._of_param[event.param]

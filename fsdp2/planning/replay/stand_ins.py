@@ -13,7 +13,7 @@ from functools import partial
 from itertools import pairwise
 from math import prod
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -34,9 +34,14 @@ from ...transports.compressed.quantize import gather_row
 from ..trace.account import Held
 from ..trace.allocator import Block
 from ..trace.events import ParamInfo
-from .counted_policy import CountingPolicy
-from .counted_transports import CountedGather, CountedGatherBatch, make_counting_transport
+from .counted_transports import (
+    CountedGather,
+    CountedGatherBatch,
+    CountingPolicy,
+    make_counting_transport,
+)
 from .device import ReplayState
+from .setups import Setup, shard_of
 
 _EMBEDDING = nn.Embedding.__new__(nn.Embedding)
 _OTHER = nn.Module()
@@ -83,16 +88,11 @@ class CountedGradient(Held):
 class CountedParam:
     """The attributes of a parameter that a unit and its buckets use."""
 
-    def __init__(
-        self,
-        info: ParamInfo,
-        mesh: DataParallelMesh,
-        replicate_below: int,
-        dim: int | None,
-        granularity: int,
-    ) -> None:
-        if mesh.num_shards > 1 and info.made_bytes < replicate_below:
+    def __init__(self, info: ParamInfo, mesh: DataParallelMesh, setup: Setup) -> None:
+        below = 0 if info.num_experts is not None else setup.sharding.replicate_below
+        if mesh.num_shards > 1 and info.made_bytes < below:
             mesh = _whole(mesh)
+        dim, granularity = shard_of(info, setup)[1], setup.granularity.get(info.name, 1)
         self.fqn = info.name
         self.info = info
         self.mesh = mesh
@@ -150,15 +150,12 @@ class _GradientStore:
         return False
 
     def allocate(self) -> None:
+        if self._held is not None:
+            return
+        account = self._world.account
         if self._on_host:
-            self._world.account.host["gradients"] = (
-                self._world.account.host.get("gradients", 0) + self._nbytes
-                if self._held is None
-                else self._world.account.host["gradients"]
-            )
-            self._held = self._held or Held(self._world.account, "gradients", 0)
-        elif self._held is None:
-            self._held = Held(self._world.account, "gradients", self._nbytes)
+            account.host["gradients"] = account.host.get("gradients", 0) + self._nbytes
+        self._held = Held(account, "gradients", 0 if self._on_host else self._nbytes)
 
     def free(self) -> None:
         # As `GradientStore.free`.
@@ -299,7 +296,7 @@ class _Secondary:
         self._held = None
 
 
-class _Part:
+class _Part(NamedTuple):
     """A contiguous part of the reduced gradients.
 
     Args:
@@ -307,11 +304,10 @@ class _Part:
         zero: counts the kernel that fills it with zeros.
     """
 
-    def __init__(self, nbytes: int, unit: str, params: int, zero: Callable[[], None]) -> None:
-        self.nbytes = nbytes
-        self.unit = unit
-        self.params = params
-        self.zero_ = zero
+    nbytes: int
+    unit: str
+    params: int
+    zero_: Callable[[], None]
 
 
 class CountedReduction(Reduction):
@@ -465,20 +461,11 @@ class CountedParamGroup(ParamGroup):
     replay: ReplayState
 
     def take(
-        self,
-        replay: ReplayState,
-        unit_name: str,
-        params: Sequence[ParamInfo],
-        replicate_below: int,
-        dims: Sequence[int | None],
-        granularities: Sequence[int],
+        self, replay: ReplayState, unit_name: str, params: Sequence[ParamInfo], setup: Setup
     ) -> None:
-        """Plan the buckets of these parameters, sharded on these dims in blocks of rows."""
+        """Plan the buckets of these parameters."""
         self.replay = replay
-        made = [
-            CountedParam(info, self.mesh, replicate_below, dim, rows)
-            for info, dim, rows in zip(params, dims, granularities, strict=True)
-        ]
+        made = [CountedParam(info, self.mesh, setup) for info in params]
         self.params = made  # type: ignore[assignment]
         self.unsharded = [p.unsharded for p in made]  # type: ignore[misc]
         self.make_buckets()
@@ -578,15 +565,9 @@ class CountedUnit(Unit):
     def _show(self, kind: str, *, for_forward: bool = True) -> None:
         self.registration.registered = kind
 
-    def take(
-        self,
-        params: Sequence[ParamInfo],
-        replicate_below: int,
-        dims: Sequence[int | None],
-        granularities: Sequence[int],
-    ) -> None:
-        """Plan the buckets of these parameters, sharded on these dims in blocks of rows."""
-        self.param_group.take(self.replay, self.name, params, replicate_below, dims, granularities)
+    def take(self, params: Sequence[ParamInfo], setup: Setup) -> None:
+        """Plan the buckets of these parameters."""
+        self.param_group.take(self.replay, self.name, params, setup)
         self.num_trained = sum(info.requires_grad for info in params)
 
     def gradient(

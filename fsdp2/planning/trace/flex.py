@@ -20,7 +20,7 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 from typing_extensions import override
 
 from ...common.pytree import tensors_in
-from .context import ContextParallel
+from .attention import ContextParallel
 from .meter import StorageMeter
 from .op_costs import repeated_heads
 

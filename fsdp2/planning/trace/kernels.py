@@ -19,8 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from typing_extensions import override
 
-from .attention import KINDS, AttentionKernels
-from .context import ContextParallel
+from .attention import KINDS, AttentionKernels, ContextParallel
 from .flex import flex_kernels
 from .meter import StorageMeter
 

@@ -1,9 +1,4 @@
-"""Measures the operations of a step: bytes of live storages, FLOPs, bytes read and written.
-
-A dispatch mode sees every operation below autograd. A storage counts from the operation that
-allocates it until a weak reference to it dies, so memory that autograd saves is counted exactly as
-long as autograd holds it. Works on fake tensors, whose storages have no memory, and on real ones.
-"""
+"""What a step computes: operators, their cost, and the memory of their results."""
 
 from __future__ import annotations
 
@@ -13,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -21,7 +17,54 @@ from typing_extensions import override
 from .events import Compute, Operation, Uncosted
 from .known_results import KnownResults
 from .op_costs import Cost, cost_of, has_no_kernel, may_copy, nbytes_of, operator_name
-from .workspaces import with_float32_gradients, with_workspace
+
+# For larger inputs, the size is extrapolated from shorter sequences.
+_MAX_INPUT_BYTES = 32 * 2**20
+_known: dict[Any, int] = {}
+
+
+def with_workspace(func: Any, args: tuple, kwargs: dict, result: Any) -> Any:
+    """``result`` of an operation, with a workspace of the right size where it lacks one."""
+    if func.name() != "aten::mkldnn_rnn_layer" or not isinstance(args[0], FakeTensor):
+        return result
+    output, hy, cy, workspace = result
+    if workspace.numel() or not args[-1]:  # not for training
+        return result
+    nbytes = _size_of(func, args)
+    return output, hy, cy, workspace.new_empty(nbytes, dtype=torch.uint8)
+
+
+def with_float32_gradients(func: Any, args: tuple, result: Any) -> Any:
+    """``result`` of an operation on the CPU, with gradients of the dtype that oneDNN makes."""
+    name = "aten::mkldnn_rnn_layer_backward"
+    if func.name() != name or not isinstance(args[0], FakeTensor):
+        return result
+    return tuple(None if g is None else g.new_empty(g.shape, dtype=torch.float32) for g in result)
+
+
+def _size_of(func: Any, args: tuple) -> int:
+    sequence = args[0]
+    key = tuple((tuple(a.shape), a.dtype) if isinstance(a, torch.Tensor) else str(a) for a in args)
+    if key not in _known:
+        length = sequence.shape[0]
+        if sequence.nbytes <= _MAX_INPUT_BYTES or length <= 16:
+            _known[key] = _run(func, args, length)
+        else:
+            short, longer = _run(func, args, 8), _run(func, args, 16)
+            _known[key] = short + (longer - short) * (length - 8) // 8
+    return _known[key]
+
+
+def _run(func: Any, args: tuple, length: int) -> int:
+    shapes = [tuple(a.shape) if isinstance(a, torch.Tensor) else None for a in args]
+    shapes[0] = (length, *args[0].shape[1:])
+    with unset_fake_temporarily(), torch.enable_grad():  # there is no workspace without gradients
+        real = [
+            a if shape is None else torch.zeros(shape, dtype=a.dtype)
+            for a, shape in zip(args, shapes, strict=True)
+        ]
+        return func(*real)[3].nbytes
+
 
 _DEVICE_OF = torch.ops.prim.device.default
 

@@ -6,8 +6,9 @@ code of `fsdp2.offload` decides here, too. Only the copies are replaced, by even
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -58,8 +59,7 @@ class CountedMemory(SavedMemory):
     def __init__(
         self, device: torch.device, limit: int, meter: StorageMeter, record: Record
     ) -> None:
-        copies: Any = _Copies(record)
-        super().__init__(device, limit, False, copies)
+        super().__init__(device, limit, False, _copies(record))
         self._host = _HostBytes(meter)
         self._meter, self._record, self._num_copies = meter, record, 0
 
@@ -120,27 +120,13 @@ class CountedMemory(SavedMemory):
         self._record(HostCopy(entry.copied, kind, entry.nbytes))
 
 
-class _Copies:
+def _copies(record: Record) -> Any:
     """What `SavedMemory` uses of a `CopyStream`, where compute is one stream."""
-
-    def __init__(self, record: Record) -> None:
-        self.compute = _Compute(record)
-
-    def is_capturing(self) -> bool:
-        return False
-
-    def on(self, stream: object) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
-class _Compute:
-    """Its stream."""
-
-    def __init__(self, record: Record) -> None:
-        self._record = record
-
-    def wait_event(self, number: int) -> None:
-        self._record(CopyEnd(number))
+    return SimpleNamespace(
+        compute=SimpleNamespace(wait_event=lambda number: record(CopyEnd(number))),
+        is_capturing=lambda: False,
+        on=lambda stream: nullcontext(),
+    )
 
 
 class _HostBytes(HostMemory):
@@ -157,14 +143,11 @@ class _HostBytes(HostMemory):
             return torch.empty(size, dtype=torch.uint8, device="meta")
 
 
-@contextmanager
 def counted_offload(
     model: nn.Module, max_device_bytes: int | None, meter: StorageMeter, record: Record
-) -> Iterator[CountedOffload | None]:
-    """Context for the forward of ``model``; does nothing where ``max_device_bytes`` is None."""
+) -> AbstractContextManager[Any]:
+    """Context for the forward of ``model``, of a `CountedOffload`; does nothing where
+    ``max_device_bytes`` is None."""
     if max_device_bytes is None:
-        yield None
-        return
-    offload = CountedOffload(model, max_device_bytes, meter, record)
-    with offload:
-        yield offload
+        return nullcontext()
+    return CountedOffload(model, max_device_bytes, meter, record)

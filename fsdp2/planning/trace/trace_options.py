@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from ...common.checks import check_bytes
 from ...policy import MixedPrecisionPolicy
 from ..workload import Workload, compiled_modules
+from .attention import ContextParallel
 from .compiled import check_compiled
-from .context import ContextParallel
 from .kernels import Kernels, kernels_of
 from .stage import Stage
 

@@ -39,22 +39,10 @@ from ...runtime.unit_config import UnitConfig
 from ...sharding.bucket import KEEPS_DTYPES
 from ...wrap import parameters_of
 from ..workload import LossFn
+from . import events
+from .attention import ContextParallel
 from .checkpointing import checkpointed
 from .compiled import Compiler
-from .context import ContextParallel
-from .events import (
-    Call,
-    CopyEnd,
-    Exchange,
-    ExchangeEnd,
-    Gradient,
-    HostCopy,
-    Kind,
-    ParamInfo,
-    StartOfBackward,
-    StartOfWeights,
-    StepTrace,
-)
 from .kernels import traced_kernels
 from .meter import Awaited, StorageMeter
 from .offloaded import CountedOffload, counted_offload
@@ -62,7 +50,7 @@ from .stage import Sent, run_stage
 from .trace_options import TraceOptions
 
 
-def trace_step(options: TraceOptions, modules: Sequence[str]) -> StepTrace:
+def trace_step(options: TraceOptions, modules: Sequence[str]) -> events.StepTrace:
     """Trace forward, loss and backward of a model, and leave it unchanged.
 
     Args:
@@ -117,9 +105,9 @@ def trace_step(options: TraceOptions, modules: Sequence[str]) -> StepTrace:
     return trace
 
 
-def _empty_trace(modules: Sequence[str], options: TraceOptions) -> StepTrace:
+def _empty_trace(modules: Sequence[str], options: TraceOptions) -> events.StepTrace:
     by_name = dict(options.workload.model.named_modules())
-    return StepTrace(
+    return events.StepTrace(
         modules=list(dict.fromkeys([*modules, ""])),
         module_order=list(by_name),
         embeddings=frozenset(n for n, m in by_name.items() if type(m) is nn.Embedding),
@@ -169,7 +157,7 @@ def _instrument(stack: ExitStack, recorder: _Recorder, options: TraceOptions) ->
 
 
 def _conclude(
-    trace: StepTrace, meter: StorageMeter, routing: PlannedRouting, options: TraceOptions
+    trace: events.StepTrace, meter: StorageMeter, routing: PlannedRouting, options: TraceOptions
 ) -> None:
     trace.nbytes, trace.uncosted = meter.nbytes, dict(meter.uncosted)
     if options.context is not None:
@@ -210,12 +198,12 @@ def _run(
         def between() -> None:
             forward.close()
             recorder.flush()
-            trace.events.append(StartOfBackward())
+            trace.events.append(events.StartOfBackward())
             recorder.in_backward = True
 
         def before_weights() -> None:
             recorder.flush()
-            trace.events.append(StartOfWeights())
+            trace.events.append(events.StartOfWeights())
 
         sent = run(loss_of, between, before_weights)
         recorder.take_left()
@@ -227,7 +215,7 @@ def _run(
         trace.host_bytes = offloaded.bytes.host_peak
 
 
-def _describe_params(options: TraceOptions) -> list[ParamInfo]:
+def _describe_params(options: TraceOptions) -> list[events.ParamInfo]:
     """The parameters of a model; of experts, those that a rank has."""
     described = []
     mp_policy, expert_ranks = options.mp_policy, options.workload.expert_ranks
@@ -246,7 +234,7 @@ def _describe_params(options: TraceOptions) -> list[ParamInfo]:
         embedding = len(owners) == 1 and type(next(iter(owners))) is nn.Embedding
         param_dtype = param_dtype_of(mp_policy, param)
         described.append(
-            ParamInfo(
+            events.ParamInfo(
                 name,
                 shape,
                 stored_dtype_of(mp_policy, param, param_dtype),
@@ -260,7 +248,7 @@ def _describe_params(options: TraceOptions) -> list[ParamInfo]:
     return described
 
 
-def _keeps_grad_dtype(param: ParamInfo, mp_policy: MixedPrecisionPolicy) -> bool:
+def _keeps_grad_dtype(param: events.ParamInfo, mp_policy: MixedPrecisionPolicy) -> bool:
     """Whether runs reduce the gradient in the dtype autograd makes (`Bucket.keep_dtypes`)."""
     computes = compute_dtype(param.dtype, param.param_dtype)
     sums = sum_dtype(param.dtype, mp_policy.reduce_dtype)
@@ -292,7 +280,7 @@ def _as_arguments(sample: Any) -> tuple[tuple, dict]:
 
 
 def _replace_tensors(
-    model: nn.Module, mp_policy: MixedPrecisionPolicy, trace: StepTrace, fake: bool
+    model: nn.Module, mp_policy: MixedPrecisionPolicy, trace: events.StepTrace, fake: bool
 ) -> dict[nn.Parameter, int]:
     """Replace the modules' parameters by stand-ins in the compute dtype, and their buffers.
 
@@ -409,7 +397,7 @@ class _Recorder:
 
     def __init__(
         self,
-        trace: StepTrace,
+        trace: events.StepTrace,
         meter: StorageMeter,
         tensor_ranks: int,
         context: ContextParallel | None,
@@ -453,36 +441,36 @@ class _Recorder:
             self._num_recomputed += self.meter.num_operations - self._recomputed_from
             self._recomputed_from = None
 
-    def _call(self, kind: Kind, unit: Any, flag: bool = False) -> None:
+    def _call(self, kind: events.Kind, unit: Any, flag: bool = False) -> None:
         self.flush()
-        self.trace.events.append(Call(kind, unit.number, flag))
+        self.trace.events.append(events.Call(kind, unit.number, flag))
 
     def pre_forward(self, unit: Any, module: nn.Module | None = None) -> None:
         pass  # recorded by `entered`, which knows the inputs
 
     def entered(self, unit: Any, marked: bool) -> None:
-        self._call(Kind.ENTER, unit, marked)
+        self._call(events.Kind.ENTER, unit, marked)
 
     def post_forward(self, unit: Any, *, differentiable: bool, forward: Any) -> None:
-        self._call(Kind.LEAVE, unit, differentiable)
+        self._call(events.Kind.LEAVE, unit, differentiable)
 
     def pre_backward(self, unit: Any) -> None:
-        self._call(Kind.BACKWARD_ENTER, unit)
+        self._call(events.Kind.BACKWARD_ENTER, unit)
 
     def post_backward(self, unit: Any) -> None:
         unit.input_nodes.clear()  # as `Runtime.post_backward` does
-        self._call(Kind.BACKWARD_LEAVE, unit)
+        self._call(events.Kind.BACKWARD_LEAVE, unit)
 
     def exchange(self, ranks: int) -> Callable[[int], None]:
         """A function that records that tokens of so many bytes travel."""
 
         def record(nbytes: int) -> None:
             self.flush()
-            self.trace.events.append(Exchange(nbytes, ranks))
+            self.trace.events.append(events.Exchange(nbytes, ranks))
 
         return record
 
-    def host_copy(self, event: HostCopy | CopyEnd) -> None:
+    def host_copy(self, event: events.HostCopy | events.CopyEnd) -> None:
         """Record a copy of an offloaded activation, or that compute waits for one."""
         self.flush()
         self.trace.events.append(event)
@@ -499,13 +487,13 @@ class _Recorder:
         shares = self._context is not None and group == self._context.group
         ranks = self._context.ranks if self._context and shares else self._tensor_ranks
         name = "context" if shares else "tensor"
-        self.trace.events.append(Exchange(nbytes, ranks, kind, name, number))
+        self.trace.events.append(events.Exchange(nbytes, ranks, kind, name, number))
         return Awaited(number, at_use=shares)
 
     def wait(self, number: int) -> None:
         """Record that compute waits for a collective."""
         self.flush()
-        self.trace.events.append(ExchangeEnd(number))
+        self.trace.events.append(events.ExchangeEnd(number))
 
     def watch(self, param: nn.Parameter, number: int) -> None:
         """Record the gradient of a parameter, when it comes."""
@@ -528,7 +516,7 @@ class _Recorder:
             local = local_of(param.grad)
             storage, dtype = self.meter.number_of(local.untyped_storage()), local.dtype
             nbytes = self.meter.ignore(local)
-            self.trace.events.append(Gradient(number, nbytes, dtype, storage))
+            self.trace.events.append(events.Gradient(number, nbytes, dtype, storage))
             param.grad = None
             self.meter.begin()
 
