@@ -138,11 +138,7 @@ class Choices:
         return sorted({pipeline or 1 for _, _, pipeline in self.degrees})
 
     def first_round(
-        self,
-        modes: Sequence[str],
-        wrap: str,
-        degree: Degree,
-        expert_ranks: Sequence[int | None],
+        self, modes: Sequence[str], wrap: str, degree: Degree, expert_ranks: Sequence[int | None]
     ) -> list[Candidate]:
         """All meshes with these checkpointing modes and ranks of experts, and all ways to sum
         gradients."""

@@ -74,11 +74,7 @@ class Comparison:
         def rows(figures: list[Compared]) -> list[dict[str, Any]]:
             return [{**asdict(each), "error": each.error} for each in figures]
 
-        return {
-            "step": rows(self.step),
-            "units": rows(self.units),
-            "warnings": self.warnings,
-        }
+        return {"step": rows(self.step), "units": rows(self.units), "warnings": self.warnings}
 
     def picture(self, path: str | Path) -> None:
         """Write predicted beside measured times and bytes as a picture: step and units.

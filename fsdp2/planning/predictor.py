@@ -127,12 +127,7 @@ class Predictor:
         if stage is not None:
             units, experts = stage.units, stage.expert_units
         return make_setup(
-            units,
-            of.mesh,
-            of.workload,
-            of.sharding,
-            experts=experts,
-            granularity=self.granularity,
+            units, of.mesh, of.workload, of.sharding, experts=experts, granularity=self.granularity
         )
 
     def label_of(self, of: Configuration) -> str:

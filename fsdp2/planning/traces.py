@@ -26,13 +26,7 @@ from .trace.stage import Shape, Stage
 from .trace.trace_options import TraceOptions
 from .trace.tracing import trace_step
 from .trace.uncosted import without_cost
-from .workload import (
-    Compiled,
-    Parallelize,
-    Workload,
-    compiled_modules,
-    default_checkpoint_modules,
-)
+from .workload import Compiled, Parallelize, Workload, compiled_modules, default_checkpoint_modules
 
 
 @contextmanager

@@ -85,9 +85,7 @@ def added(
     ]
     x = torch.randn(_ROWS, width)
     plain, summed, kept, freed = times(
-        [partial(_step, made, x) for made in variants],
-        mesh.get_group(),
-        2 if quick else _ROUNDS,
+        [partial(_step, made, x) for made in variants], mesh.get_group(), 2 if quick else _ROUNDS
     )
     gather_s = max((freed - kept) / (num_units - 1), least[0] / 4)
     scatter_s = max((kept - plain) / num_units - gather_s, least[1] / 4)

@@ -154,12 +154,7 @@ def check_schedule_name(schedule: Any) -> None:
 
 
 def check_schedule(
-    schedule: Any,
-    ranks: int,
-    micro_batches: int,
-    stages_per_rank: int,
-    *,
-    compiled: bool = False,
+    schedule: Any, ranks: int, micro_batches: int, stages_per_rank: int, *, compiled: bool = False
 ) -> None:
     """Check a schedule and numbers that go with it.
 

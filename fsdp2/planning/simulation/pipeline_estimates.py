@@ -17,15 +17,7 @@ from ..replay.pipeline import Part
 from ..replay.schedules import LOOPED, Action, order_of
 from ..trace.events import Compute, StartOfBackward
 from .costs import stragglers_s
-from .pipeline_times import (
-    RankTimes,
-    begins,
-    durations_of,
-    end_of,
-    sends_of,
-    stages_of,
-    stalls_of,
-)
+from .pipeline_times import RankTimes, begins, durations_of, end_of, sends_of, stages_of, stalls_of
 from .simulate import SimulatedStep, Simulator
 
 # What a stage does alone, by micro-batch: every kind of action after every kind that schedules let
@@ -198,10 +190,7 @@ def _kept(part: Part) -> int:
 
 
 def estimate_pipeline(
-    simulator: Simulator,
-    parts: Sequence[Part],
-    schedule: str,
-    stages: Sequence[StageAlone],
+    simulator: Simulator, parts: Sequence[Part], schedule: str, stages: Sequence[StageAlone]
 ) -> PipelineEstimate:
     """The time of a step, and the bytes that the fullest rank needs; ``stages`` are those of
     ``parts``."""

@@ -113,10 +113,7 @@ def _send_s(action: Action, sends: Sequence[tuple[float, float]], num_stages: in
 
 
 def replay_pipeline(
-    simulator: Simulator,
-    parts: Sequence[Part],
-    schedule: str,
-    **options: bool,
+    simulator: Simulator, parts: Sequence[Part], schedule: str, **options: bool
 ) -> list[Replay]:
     """The replays of all ranks of a pipeline, which do not depend on speeds.
 

@@ -171,12 +171,7 @@ class Simulator:
         return made
 
     def run(
-        self,
-        trace: StepTrace,
-        setup: Setup,
-        *,
-        speed: float = 1.0,
-        keep_samples: bool = False,
+        self, trace: StepTrace, setup: Setup, *, speed: float = 1.0, keep_samples: bool = False
     ) -> SimulatedStep:
         """Simulate one step of ``trace``, sharded as in ``setup``, on rank 0, the fullest rank.
 

@@ -68,11 +68,7 @@ class ContextParallel:
             _cp_options.enable_load_balance = balanced
 
     def attend(
-        self,
-        kernel: Callable[..., torch.Tensor],
-        parts: tuple[torch.Tensor, ...],
-        *,
-        causal: bool,
+        self, kernel: Callable[..., torch.Tensor], parts: tuple[torch.Tensor, ...], *, causal: bool
     ) -> torch.Tensor:
         """What ``kernel`` returns for queries, keys and values of which this rank has ``parts``.
 

@@ -70,10 +70,7 @@ def kernels_of(kernels: Kernels | None, device_type: str) -> Kernels:
 
 @contextmanager
 def traced_kernels(
-    kernels: Kernels,
-    meter: StorageMeter,
-    notes: list[str],
-    context: ContextParallel | None = None,
+    kernels: Kernels, meter: StorageMeter, notes: list[str], context: ContextParallel | None = None
 ) -> Iterator[None]:
     """Context in which fake tensors of the CPU run the operators of ``kernels``.
 

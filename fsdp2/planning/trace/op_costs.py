@@ -74,9 +74,7 @@ _registered: dict[str, _Entry] = {}
 
 
 def register_cost(
-    operator: Any,
-    flops: int | Formula = 0,
-    nbytes: int | Formula | None = None,
+    operator: Any, flops: int | Formula = 0, nbytes: int | Formula | None = None
 ) -> None:
     """Say what a custom operator costs, for `estimate` and `plan`.
 
