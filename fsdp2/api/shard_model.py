@@ -186,6 +186,17 @@ def with_fields(given: Any, fields: Mapping[str, Any]) -> Any:
     return replace(given, **fields)
 
 
+def sharding_of(given: Sharding | None, fields: Mapping[str, Any]) -> Sharding:
+    """What a ``sharding`` and its fields by name, which come first, mean together.
+
+    Raises:
+        TypeError: for something else than a Sharding, or a field that it does not have.
+    """
+    given = Sharding() if given is None else given
+    check_kind("sharding", given, Sharding, 'Sharding("full")')
+    return with_fields(given, fields)
+
+
 def shard_model(
     model: M,
     mesh: DeviceMesh | None = None,
@@ -222,9 +233,7 @@ def shard_model(
         >>> optimizer = torch.optim.AdamW(model.parameters())  # after sharding
         >>> print(explain(model))
     """
-    sharding = Sharding() if sharding is None else sharding
-    check_kind("sharding", sharding, Sharding, 'Sharding("full")')
-    how = with_fields(sharding, fields)
+    how = sharding_of(sharding, fields)
     chosen = find_strategy(how.strategy)
     check_number("replicate_below", how.replicate_below, 0)
     check_number("prefetch", how.prefetch)

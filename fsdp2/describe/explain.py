@@ -15,14 +15,13 @@ import torch
 from torch import nn
 
 from ..api.arguments import meant_reshard
-from ..api.shard_model import ReshardChoice, Strategy, find_strategy, reshard_of
+from ..api.shard_model import Sharding, Strategy, find_strategy, reshard_of, sharding_of
 from ..comm.mesh_transports import groups_of
 from ..comm.transports import backend_name
 from ..policy import (
     CommPolicy,
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     adopt_offload_policy,
     check_comm_policy,
     param_dtype_of,
@@ -41,18 +40,12 @@ from .explanation import Explanation, ParameterReport, Totals, UnitReport
 def explain(
     model: nn.Module,
     mesh_shape: int | tuple[int, int] | None = None,
+    sharding: Sharding | None = None,
     *,
-    strategy: str = "full",
-    wrap: Any = "auto",
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (has no state)
-    replicate_below: int = 0,
-    reshard_after_forward: ReshardChoice = None,
     ignored_params: Collection[nn.Parameter] = (),
-    direct_min_bytes: int | None = None,
-    comm_policy: CommPolicy | None = None,
     device_type: str = "cuda",
     ranks_per_node: int | None = None,
+    **fields: Any,
 ) -> Explanation:
     """Report a model's units, the memory they hold, and what a step communicates.
 
@@ -61,28 +54,29 @@ def explain(
             or an unsharded model, with ``mesh_shape``. May be on the meta device.
         mesh_shape: the mesh to shard over: a number of ranks, or (replicas, shards). No processes
             are needed.
-        strategy, wrap, mp_policy, offload_policy, replicate_below: as in `shard_model`; only with
-            ``mesh_shape``.
-        reshard_after_forward, ignored_params, direct_min_bytes, comm_policy: as in `shard_model`;
-            only with ``mesh_shape``.
+        sharding, ignored_params: as in `shard_model`; only with ``mesh_shape``.
         device_type: with ``mesh_shape``, the device type, which determines the transport;
             ``"cpu"`` means gloo.
         ranks_per_node: with ``mesh_shape``, the ranks of each host, which are numbered host by
             host; None: all are on one. The report then says what goes to other hosts. A sharded
             model over gloo knows where its ranks are from its first forward on.
+        fields: of `Sharding`, by name, which come before those of ``sharding``.
 
     Returns:
         The numbers; print it for a table.
 
     Raises:
         ValueError: if the model is unsharded and ``mesh_shape`` is missing, or sharded and
-            ``mesh_shape`` is given; or for arguments that `shard_model` would reject.
+            ``mesh_shape`` is given; for arguments that `shard_model` would reject; or for
+            ``max_device_bytes`` or ``shard_granularity`` of a model that is not sharded yet.
+        TypeError: for arguments of the wrong type, or unknown ones.
 
     Example:
         >>> print(explain(model))
         >>> with torch.device("meta"):
         ...     print(explain(Llama(), (8, 8), strategy="hybrid"))
     """
+    how = sharding_of(sharding, fields)
     units = units_in(model)
     if (mesh_shape is None) == (not units):
         raise ValueError(
@@ -94,25 +88,24 @@ def explain(
         )
     if mesh_shape is None:
         return _explain_sharded(model, units)
-    check_comm_policy(comm_policy)
+    for name in ("max_device_bytes", "shard_granularity"):
+        if getattr(how, name) is not None:
+            raise ValueError(f"{name} shows in the sharded model only: call explain(model) on that")
+    check_comm_policy(how.comm_policy)
     config = _Settings(
-        strategy=find_strategy(strategy),
-        num_dims=1 if isinstance(mesh_shape, int) else 2,
-        mp_policy=mp_policy,
-        offload=isinstance(adopt_offload_policy(offload_policy), CPUOffloadPolicy),
-        replicate_below=replicate_below,
-        reshard_after_forward=reshard_after_forward,
-        direct_min_bytes=direct_min_bytes,
-        comm_policy=comm_policy,
-        device_type=device_type,
-        ranks_per_node=ranks_per_node,
+        how,
+        find_strategy(how.strategy),
+        1 if isinstance(mesh_shape, int) else 2,
+        isinstance(adopt_offload_policy(how.offload_policy), CPUOffloadPolicy),
+        device_type,
+        ranks_per_node,
     )
     num_replicas, num_shards = _checked_shape(mesh_shape, config.strategy.hybrid)
     if not config.strategy.sharded:
         num_replicas, num_shards = num_replicas * num_shards, 1
-    described = _in_model_order(model, units_of(model, wrap, ignored_params=ignored_params))
+    described = _in_model_order(model, units_of(model, how.wrap, ignored_params=ignored_params))
     drafts = [_draft(model, unit, config, num_shards, num_replicas) for unit in described]
-    return _finish(strategy, drafts, ())
+    return _finish(how.strategy, drafts, ())
 
 
 # -- models that are not sharded ------------------------------------------------------------------
@@ -155,16 +148,12 @@ def _placements(param: ParameterFacts, num_dims: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Settings:
-    """Arguments of `shard_model`."""
+    """What `shard_model` gets, and where."""
 
+    sharding: Sharding
     strategy: Strategy
     num_dims: int  # of the mesh
-    mp_policy: MixedPrecisionPolicy
     offload: bool
-    replicate_below: int
-    reshard_after_forward: ReshardChoice
-    direct_min_bytes: int | None
-    comm_policy: CommPolicy | None
     device_type: str
     ranks_per_node: int | None
 
@@ -178,32 +167,32 @@ def _draft(
         _parameter_facts(
             name,
             model.get_parameter(name),
-            to.replicate_below,
-            to.mp_policy,
+            to.sharding.replicate_below,
+            to.sharding.mp_policy,
             sharded=to.strategy.sharded,
         )
         for name in unit.params
     ]
     topology = _topology(to, num_shards, num_replicas)
     num_hosts: int | None = 1 if topology is None else topology.ring("shard").num_nodes
-    if to.device_type == "cpu" or to.comm_policy is not None:
+    if to.device_type == "cpu" or to.sharding.comm_policy is not None:
         num_hosts = None  # as `ParamGroup.make_buckets`
     few = max(num_shards, num_replicas) <= EXCHANGE_MAX_RANKS
     buckets = buckets_of(
         params,
         num_shards,
         num_replicas,
-        reduce_dtype=to.mp_policy.reduce_dtype,
-        direct_min_bytes=to.direct_min_bytes,
+        reduce_dtype=to.sharding.mp_policy.reduce_dtype,
+        direct_min_bytes=to.sharding.direct_min_bytes,
         num_hosts=num_hosts,
         exchanged=to.device_type == "cpu" and few,
         offloaded=to.offload and to.device_type != "cpu",
-        comm_policy=to.comm_policy,
+        comm_policy=to.sharding.comm_policy,
         topology=topology,
     )
     reshard = None
     if to.strategy.sharded:
-        reshard = reshard_of(unit, to.strategy, to.reshard_after_forward)
+        reshard = reshard_of(unit, to.strategy, to.sharding.reshard_after_forward)
         reshard = meant_reshard(reshard, num_shards)
     return _Draft(
         unit.name,
@@ -216,7 +205,7 @@ def _draft(
         reshard=(not unit.is_root) if reshard is None else reshard,
         unshard_in_backward=any(type(m) is not nn.Embedding for m in modules),
         offload=to.offload,
-        comm_policy=to.comm_policy,
+        comm_policy=to.sharding.comm_policy,
     )
 
 

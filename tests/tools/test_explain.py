@@ -18,7 +18,14 @@ from models import BY_NAME, Case
 pytestmark = harness.ours_only("explain")
 
 if not harness.RUNS_ON_TORCH:
-    from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, explain, fully_shard, shard_model
+    from fsdp2 import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        Sharding,
+        explain,
+        fully_shard,
+        shard_model,
+    )
     from fsdp2.describe.explanation import Explanation, UnitReport
     from fsdp2.runtime.unit import units_in
     from traffic import counting, held_by
@@ -312,3 +319,23 @@ def test_models_that_cannot_be_explained() -> None:
     shard_model(model, cached_mesh(1))
     with pytest.raises(ValueError, match="The model is already sharded"):
         explain(model, 4)
+
+
+def test_a_sharding_says_what_its_fields_say_and_fields_come_first() -> None:
+    sharding = Sharding("hybrid", wrap="root", replicate_below=2**20)
+    by_name = {"strategy": "hybrid", "wrap": "root", "replicate_below": 2**20}
+    model = language_model()
+    assert explain(model, (2, 2), sharding) == explain(model, (2, 2), **by_name)
+    found = explain(model, 4, sharding, strategy="grad")
+    assert found == explain(model, 4, **(by_name | {"strategy": "grad"}))
+    with pytest.raises(TypeError, match=r"sharding must be a Sharding.*got 'grad'"):
+        explain(model, 4, "grad")  # type: ignore[arg-type]
+    for given in ({}, {"mesh_shape": 4}):
+        with pytest.raises(TypeError, match="no field 'strategi': did you mean 'strategy'"):
+            explain(model, **given, strategi="grad")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["max_device_bytes", "shard_granularity"])
+def test_what_shows_in_a_sharded_model_only_is_refused_before(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} shows in the sharded model only"):
+        explain(language_model(), 4, **{name: 1})
