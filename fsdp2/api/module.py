@@ -354,7 +354,7 @@ class FSDPModule(_Base):
                 runtime.before_zero_grad()
         for unit in units:
             if unit.gradients.earlier_are_left():
-                unit.gradients.drop()
+                runtime_of(unit).drop_gradients(unit)
             # What modules hold now may be unsharded: ``parameters()``, which the method of
             # `nn.Module` walks, would miss the gradients that the optimizer reads.
             for param in unit.params:

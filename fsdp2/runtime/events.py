@@ -106,11 +106,24 @@ class TreePart:
     def backward_begins(self) -> None:
         """A run of autograd has come to the tree; nothing has changed yet, so this may refuse."""
 
+    def backward_enters(
+        self, unit: Unit, forward: Forward | None, accumulates: bool | None
+    ) -> None:
+        """Backward has reached an output of ``forward``, of ``unit``, which is about to be gathered
+        unless it has reached another one before (`Unit.backward_began`).
+
+        Args:
+            accumulates: as of `Runtime.pre_backward`.
+        """
+
     def backward_leaves(self, unit: Unit) -> None:
         """The gradients of one forward of ``unit`` are done, and it was freed if it is to be."""
 
     def left_with_graph(self, unit: Unit, grads: Sequence[torch.Tensor | None]) -> None:
         """A backward with ``create_graph=True`` has left ``unit`` with ``grads`` for its inputs."""
+
+    def before_reduce(self, unit: Unit) -> None:
+        """Gradients of ``unit`` are about to be reduced, or to be kept as sums where they are."""
 
     def gradients_taken(self, unit: Unit, taken: Taken) -> None:
         """``taken`` are complete, and off the parameters; ``unit`` may be gathered still."""
@@ -118,8 +131,21 @@ class TreePart:
     def reductions_launched(self, unit: Unit, reductions: Sequence[Reduction]) -> None:
         """``reductions`` of ``unit`` are about to start."""
 
+    def after_reduce(self, unit: Unit, direct_only: bool) -> None:
+        """The reductions have started, if there was anything to reduce, or sums were kept.
+
+        Args:
+            direct_only: as of `Runtime.reduce`.
+        """
+
+    def before_completion(self, unit: Unit, reduction: Reduction) -> None:
+        """Compute is about to wait for ``reduction``, of ``unit``, whose ``.grad`` is next."""
+
     def reduction_completed(self, unit: Unit, reduction: Reduction) -> None:
         """``.grad`` has what it reduced, unless it waits for an all-reduce."""
+
+    def gradients_dropped(self, unit: Unit) -> None:
+        """Gradients of ``unit`` that were in no ``.grad`` yet are gone, as a caller wanted."""
 
     def iteration_ends(self) -> None:
         """All ``.grad`` are complete."""
@@ -128,7 +154,7 @@ class TreePart:
         """An iteration has ended whose backward was called with ``create_graph=True``."""
 
     def backward_ends(self) -> None:
-        """All units are freed that are to be."""
+        """It is over: all units are freed that are to be."""
 
     def backward_abandoned(self) -> RuntimeError | None:
         """A backward raised, or was dropped; returns what to raise when the tree is reset."""
@@ -191,11 +217,16 @@ class TreeEvents(_Hearers):
     before_gather: _OfUnit
     first_gathered: _OfUnit
     backward_begins: _OfTree
+    backward_enters: tuple[Callable[[Unit, Forward | None, bool | None], None], ...]
     backward_leaves: _OfUnit
     left_with_graph: tuple[Callable[[Unit, Sequence[torch.Tensor | None]], None], ...]
+    before_reduce: _OfUnit
     gradients_taken: tuple[Callable[[Unit, Taken], None], ...]
     reductions_launched: tuple[Callable[[Unit, Sequence[Reduction]], None], ...]
+    after_reduce: tuple[Callable[[Unit, bool], None], ...]
+    before_completion: tuple[Callable[[Unit, Reduction], None], ...]
     reduction_completed: tuple[Callable[[Unit, Reduction], None], ...]
+    gradients_dropped: _OfUnit
     iteration_ends: _OfTree
     graph_created: _OfTree
     backward_ends: _OfTree

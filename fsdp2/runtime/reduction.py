@@ -468,7 +468,7 @@ class _Launched:
     """The reductions of one unit that are launched together."""
 
     unit_name: str
-    completed: Callable[[Reduction], None] | None = None
+    tell: Callable[[Reduction, bool], None] | None = None
     nbytes: int = 0
     reductions: list[Reduction] = field(default_factory=list)
 
@@ -509,13 +509,13 @@ class ReductionsInFlight:
         *,
         unit_name: str,
         max_units: int | None,
-        completed: Callable[[Reduction], None] | None = None,
+        tell: Callable[[Reduction, bool], None] | None = None,
     ) -> None:
         """Launch the reductions of one unit, after making room for them.
 
         Args:
             max_units: how many units may be in flight; None: ``max_bytes`` limits them.
-            completed: called with each that is complete.
+            tell: called before and after each is completed; also, whether it is.
         """
         # [Note: the order of launches]
         # 1. Room is made before the launch, which allocates: the other way round the limit on
@@ -525,7 +525,7 @@ class ReductionsInFlight:
         # 3. Host-ordered devices have no queue behind a reduce-scatter: the host has to finish it
         #    and start the all-reduce. It does so for all but the newest, which has just begun:
         #    finishing that too would leave nothing to overlap with compute.
-        new = _Launched(unit_name, completed)
+        new = _Launched(unit_name, tell)
         for reduction in reductions:
             new.nbytes += reduction.nbytes
         if self._launched:
@@ -588,14 +588,16 @@ class ReductionsInFlight:
             # It stays until it is complete: where a user's hook raises, it and those behind it are
             # discarded.
             reduction = launched.reductions[0]
+            if launched.tell is not None:
+                launched.tell(reduction, False)
             try:
                 self.attached += reduction.complete(streams)
             except RuntimeError as error:
                 launched.reraise(error, reduction)
             self.added += reduction.added
             del launched.reductions[0]
-            if launched.completed is not None:
-                launched.completed(reduction)
+            if launched.tell is not None:
+                launched.tell(reduction, True)
         self._launched.popleft()
 
     def abandon(self, streams: Streams) -> None:

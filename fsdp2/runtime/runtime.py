@@ -300,6 +300,8 @@ class Runtime:
             # would go to parameters that nothing reduces.
             raise parameters_are_gone(unit.name)
         self.begin_backward()
+        for tell in self.on.backward_enters:
+            tell(unit, forward, accumulates)
         config = unit.config
         entered = self.schedule.enter(unit, forward)
         if unit.backward_began:
@@ -407,32 +409,44 @@ class Runtime:
         """Whether backward frees ``unit``: not if a second backward is to go through it."""
         return unit.config.reshard_after_backward and not self.creates_graph
 
-    def reduce(self, unit: Unit, *, direct_only: bool = False, final: bool = False) -> None:
-        """Start the reduction of the gradients that ``unit`` has."""
-        config, gradients = unit.config, unit.gradients
-        if not config.reduce_grads:
-            gradients.keep_as_sums()
-            return
-        # Even if there turns out to be nothing to reduce: with `reduce_unused` the end of backward
-        # reduces each unit that was not, and all ranks must agree on which.
-        unit.reduced = True
-        taken = gradients.take(direct_only=direct_only)
-        for tell_taken in self.on.gradients_taken:
-            tell_taken(unit, taken)
-        reductions = gradients.make_reductions(taken, final=final)
-        if reductions:
-            for tell in self.on.reductions_launched:
-                tell(unit, reductions)
-            self.reductions.launch(
-                reductions,
-                self.streams,
-                unit_name=unit.name,
-                max_units=config.max_input_buffers,
-                completed=partial(self._completed, unit) if self.on.reduction_completed else None,
-            )
+    def reduce(
+        self, unit: Unit, *, direct_only: bool = False, final: bool = False, keep: bool = False
+    ) -> None:
+        """Start the reduction of the gradients that ``unit`` has.
 
-    def _completed(self, unit: Unit, reduction: Reduction) -> None:
-        for tell in self.on.reduction_completed:
+        Args:
+            direct_only: only of parameters that are not packed: backward goes on in ``unit``.
+            keep: leave them to a later reduction, as without gradient sync.
+        """
+        config, gradients, on = unit.config, unit.gradients, self.on
+        for ask in on.before_reduce:
+            ask(unit)
+        if keep or not config.reduce_grads:
+            gradients.keep_as_sums()
+        else:
+            # Even if there turns out to be nothing to reduce: with `reduce_unused` the end of
+            # backward reduces each unit that was not, and all ranks must agree on which.
+            unit.reduced = True
+            taken = gradients.take(direct_only=direct_only)
+            for tell_taken in on.gradients_taken:
+                tell_taken(unit, taken)
+            reductions = gradients.make_reductions(taken, final=final)
+            if reductions:
+                for tell in on.reductions_launched:
+                    tell(unit, reductions)
+                told = on.before_completion or on.reduction_completed
+                self.reductions.launch(
+                    reductions,
+                    self.streams,
+                    unit_name=unit.name,
+                    max_units=config.max_input_buffers,
+                    tell=partial(self._tell_completion, unit) if told else None,
+                )
+        for tell_after in on.after_reduce:
+            tell_after(unit, direct_only)
+
+    def _tell_completion(self, unit: Unit, reduction: Reduction, complete: bool) -> None:
+        for tell in self.on.reduction_completed if complete else self.on.before_completion:
             tell(unit, reduction)
 
     def _reduce_early(self, parent: Unit) -> None:
@@ -460,7 +474,7 @@ class Runtime:
         # run while units are freed where the iteration does not end here. Completion comes before
         # `free_units`, which ends with the wait of the host: with offload, optimizers read
         # `.grad` on the host, so the copies that completion depends on must be behind that wait.
-        # `in_backward` is last: if anything above raises, the next forward finds it set, with
+        # `in_backward` comes after: if anything above raises, the next forward finds it set, with
         # no autograd running, and resets the tree.
         with self.streams.ending(self.computed_on):
             self.reduce_left()
@@ -469,9 +483,9 @@ class Runtime:
             self.free_units()
         self._carried_unit = None
         self.schedule.end_pass()
+        self.in_backward = False
         for tell in self.on.backward_ends:
             tell()
-        self.in_backward = False
 
     def reduce_left(self) -> None:
         """Reduce what no hook has reduced, or accumulate it if this backward does not sync.
@@ -488,7 +502,7 @@ class Runtime:
             config, gradients = unit.config, unit.gradients
             leave = self.held_open and config.sync_grads
             if leave:
-                gradients.keep_as_sums()
+                self.reduce(unit, keep=True)
             else:
                 if gradients.are_left() or (config.reduce_unused and not unit.reduced):
                     group = unit.param_group
@@ -543,17 +557,20 @@ class Runtime:
         if self._offloads:
             self.streams.synchronize()
 
+    def drop_gradients(self, unit: Unit) -> None:
+        """Drop every gradient of ``unit`` that is in no ``.grad`` of a sharded parameter yet."""
+        unit.gradients.drop()
+        for tell in self.on.gradients_dropped:
+            tell(unit)
+
     # -- outside of a step --------------------------------------------------------------------
 
     def take_weight_gradients(self, unit: Unit) -> None:
         """Reduce, or add up in the dtype of the reduction, what no hook has seen."""
         if not (unit.weight_grads_deferred and unit.gradients.has_whole()):
             return
-        if unit.config.reduce_unused:
-            # Other ranks may have none: they meet at the end of the next backward with a reduction.
-            unit.gradients.keep_as_sums()
-        else:
-            self.reduce(unit)
+        # Other ranks may have none: they meet at the end of the next backward with a reduction.
+        self.reduce(unit, keep=unit.config.reduce_unused)
 
     def unshard_for_user(self, unit: Unit) -> None:
         """Start a gather that the user called for."""
@@ -622,7 +639,7 @@ class Runtime:
                 of = {param: unit.name for unit in self.units for param in unit.params}
                 lost += dict.fromkeys(of[param] for param in mixed if of[param] not in lost)
             for unit in self.units:
-                unit.gradients.drop()
+                self.drop_gradients(unit)
         if discard:
             for param in (param for unit in self.units for param in unit.params):
                 param.sharded.grad = None

@@ -36,10 +36,11 @@ class GradientLostError(RuntimeError):
 class Record:
     """The gradients of one parameter: the micro-batches in each place."""
 
-    __slots__ = (*PLACES, "attaching", "lost", "num_reduced", "param", "seen", "watching")
+    __slots__ = (*PLACES, "attaching", "lost", "num_reduced", "param", "seen", "shard", "watching")
 
     def __init__(self, param: ShardedParam) -> None:
         self.param = param
+        self.shard = id(param.sharded)  # torch swaps no tensor that has a weak reference
         self.watching: Any = None  # the handle of the hook on the unsharded parameter
         self.seen: Any = None  # identity and version of its `.grad` when last seen
         self.num_reduced = 0
@@ -66,6 +67,12 @@ class Record:
         tensor = self.tensor
         grad = None if tensor is None else tensor.grad
         return None if grad is None else (id(grad), grad._version)
+
+    def see(self) -> None:
+        """Find a gradient that was removed."""
+        self.seen = self.now()
+        if self.seen is None and self.on_param:
+            self.lose(self.on_param, "it was removed from the unsharded parameter")
 
     def lose(self, micro_batches: list[int], why: str) -> None:
         self.lost += [f"micro-batch {m}: {why}" for m in micro_batches]
@@ -106,22 +113,16 @@ class Account:
         self.has_made = False
         self._passed: list[tuple[int, bool]] = []  # `owed` and whether `unseen`, if it turns out so
         self._handles: list[Any] = []  # of hooks
-        self._num_forwards = 0
-        self._numbers: weakref.WeakKeyDictionary[Forward, int] = weakref.WeakKeyDictionary()
+        self._numbers: dict[int, int] = {}  # of micro-batches, by those of forwards of the root
 
     # -- micro-batches ----------------------------------------------------------------------
 
-    def forward_ended(self, forward: Forward, num_modules: int) -> None:
-        self._numbers[forward] = self._num_forwards // num_modules
-        self._num_forwards += 1
-
-    def forward_skipped(self) -> None:
-        """One ended that shares the object of an earlier one."""
-        self._num_forwards += 1
+    def forward_ended(self, forward: Forward) -> None:
+        self._numbers.setdefault(forward.number, len(self._numbers))
 
     def backward_entered(self, forward: Forward | None, *, owes: bool, shown: bool) -> None:
         if forward is not None:
-            self.current = self._numbers.get(forward, self.current)
+            self.current = self._numbers.get(forward.number, self.current)
         if owes:
             self._passed.append((self.current, shown))
 
@@ -171,7 +172,7 @@ class Account:
         self._handles.clear()
         unit = self.unit()
         if unit is not None:
-            vars(unit.gradients).pop(_KEY, None)
+            unit.of_parts.pop(Account, None)
 
     def made(self, record: Record) -> None:
         """Record a gradient that autograd accumulated."""
@@ -186,15 +187,10 @@ class Account:
         """Find gradients that were assigned or removed by hand, as zero-bubble pipelines do."""
         by_hand = []
         for record in self.records.values():
-            now = record.now()
-            if now is None and record.on_param:
-                record.lose(
-                    record.on_param,
-                    "it was removed from the unsharded parameter",
-                )
-            elif now is not None and now != record.seen:
+            before = record.seen
+            record.see()
+            if record.seen not in (None, before):
                 by_hand.append(record)
-            record.seen = now
         if by_hand:
             micro_batch = self.owed.pop(0) if self.owed else self.current
             for record in by_hand:
@@ -208,13 +204,10 @@ class Account:
                 record.on_param.clear()
                 record.seen = record.now()
 
-    def kept(self) -> None:
-        """Record that sums of gradients may have been cast."""
+    def stayed(self) -> None:
+        """Record that gradients which no reduction took may have been cast."""
         for record in self.records.values():
-            now = record.now()
-            if record.on_param and now is None:
-                record.lose(record.on_param, "it was removed to be cast, and not put back")
-            record.seen = now
+            record.see()
 
     def launched(self, params: list[ShardedParam]) -> list[Record]:
         """Record that a reduction of these parameters' gradients was launched."""
@@ -257,7 +250,7 @@ class Account:
         if unit is None or unit.awaits_backward or unit.running:
             return
         if not any(record.left() for record in self.records.values()):
-            self._num_forwards = 0
+            self._numbers.clear()
 
     def forget(self) -> None:
         self._passed.clear()
@@ -267,18 +260,11 @@ class Account:
             record.forget()
 
 
-def account_of(gradients: Any) -> Account | None:
-    """The account of the unit that these `UnitGrads` belong to; None if it is not watched."""
-    return vars(gradients).get(_KEY)
-
-
 def open_account(unit: Unit) -> Account:
-    """The account of ``unit``, created if needed and stored on the unit, so that both live equally
-    long."""
-    account = account_of(unit.gradients)
-    if account is None:
-        account = vars(unit.gradients)[_KEY] = Account(unit)
-    return account
+    """The account of ``unit``, created if needed; both live equally long."""
+    if Account not in unit.of_parts:
+        unit.of_parts[Account] = Account(unit)
+    return unit.of_parts[Account]
 
 
 def watch(account: Account, unit: Unit, on_made: Any) -> None:
@@ -290,6 +276,9 @@ def watch(account: Account, unit: Unit, on_made: Any) -> None:
     account.records = {}
     for param in unit.params:
         record = account.records[id(param)] = before.get(id(param)) or Record(param)
+        if record.shard != id(param.sharded):  # a user's, which the old gradients are not of
+            record.forget()
+            record.shard = id(param.sharded)
         tensor = param.unsharded
         if tensor is None or record.tensor is tensor:
             continue
@@ -314,6 +303,3 @@ def _reporting(account: Account, record: Record, on_made: Any) -> Any:
             on_made(there)
 
     return hook
-
-
-_KEY = "_account"

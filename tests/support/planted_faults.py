@@ -309,7 +309,7 @@ FAULTS = (
     Fault(
         "what an earlier backward of a failed iteration has left is reduced with the next one",
         ROOT,
-        "            for unit in self.units:\n                unit.gradients.drop()\n",
+        "            for unit in self.units:\n                self.drop_gradients(unit)\n",
         "",
         test="tests/core/test_recovery.py"
         "::test_a_backward_that_raises_in_an_accumulation_is_not_silent",

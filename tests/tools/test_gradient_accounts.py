@@ -16,6 +16,7 @@ from torch import nn
 import harness
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fsdp2.features.early_free.early_free import EarlyFree
+from fsdp2.runtime.events import registry
 from fsdp2.runtime.reduction import Reduction, ReductionsInFlight
 from fsdp2.runtime.runtime import Runtime
 from fsdp2.runtime.unit import unit_of
@@ -29,7 +30,6 @@ from subclasses import two_tensor_methods, with_two_tensors
 
 pytestmark = [ours_only("torch has no such accounts")]
 
-END = Runtime.end_backward
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -342,11 +342,12 @@ def test_an_account_does_not_hold_what_is_given_back_early() -> None:
 
 
 def test_the_context_is_not_nested() -> None:
+    before = list(registry.tree_parts)
     with account_gradients():
         with pytest.raises(RuntimeError, match="already active"), account_gradients():
             pass
-        assert Runtime.end_backward is not END
-    assert Runtime.end_backward is END  # off: nothing is left of it
+        assert [kind for kind in registry.tree_parts if kind not in before]
+    assert registry.tree_parts == before  # off: nothing is left of it
 
 
 class Passing(nn.Module):
