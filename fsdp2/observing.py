@@ -15,7 +15,8 @@ def observing(kind: type[TreePart]) -> Iterator[None]:
     registry.tree_parts.append(kind)
     try:
         for runtime in list(registry.trees):
-            if (part := kind.of(runtime)) is not None:
+            is_over = runtime.root.runtime is not runtime  # a larger one has taken its units
+            if not is_over and (part := kind.of(runtime)) is not None:
                 runtime.add(part)
         yield
     finally:

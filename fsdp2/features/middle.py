@@ -164,7 +164,7 @@ class GroupHooks(UnitHooks):
     """Hooks of a unit of several modules, which do nothing at those in the middle.
 
     Attributes:
-        marks_all: whether those of each module do all they can, as whatever watches a step wants.
+        marks_all: whether those of each module do all they can.
     """
 
     marks_all = False
@@ -199,7 +199,7 @@ class GroupHooks(UnitHooks):
         """
         unit = self.unit
         runtime = runtime_of(unit)
-        if self.marks_all or self._is_typed:
+        if self.marks_all or self._is_typed or runtime.on.forward_computed:
             return None
         # What backward recomputes is in no order. Units around others are freed in parts, and where
         # each module may have to make room all hooks of all modules run.

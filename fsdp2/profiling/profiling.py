@@ -29,11 +29,10 @@ def profile(model: nn.Module) -> Profile:
     compute waited for them (exposed time), how long compute was in the unit, and the memory over
     the step. Each rank records and reports only itself.
 
-    While the profile runs, methods of this model's units and runtime are replaced by recording
-    ones; at its end, also after an exception, the originals are restored. Without a profile nothing
-    is recorded or checked, so there is no cost. On CUDA, times come from events on the streams that
-    do the work; the host waits for the device once at the beginning and once when the first result
-    is requested. On the CPU, times are the host's. ``docs/profiling.md`` describes how each number
+    While the profile runs, it hears what the model's runtime tells the parts of the library.
+    Without a profile nothing is recorded or checked, so there is no cost. On CUDA, times come from
+    events on the streams that do the work; the host waits for the device once at the beginning and
+    once when the first result is requested. On the CPU, times are the host's. ``docs/profiling.md`` describes how each number
     is measured.
 
     Args:

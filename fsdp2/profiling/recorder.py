@@ -1,14 +1,14 @@
 """Watches the units of one model while they run and makes a `Recording`.
 
-The runtime does not know about this. During a profile, methods of these units, of their hooks and
-of their runtime are replaced on the objects themselves; reductions, which live for one backward,
-get transports that record their calls. A model that is not profiled therefore runs exactly the same
-code as without this module.
+During a profile, a part hears of the trees of these units; reductions, which live for one backward,
+get transports that record their calls. A model that is not profiled runs the same code as without
+this module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,18 +22,17 @@ from torch.optim.optimizer import (
 
 from ..describe.bucket_bytes import BucketFacts
 from ..describe.explain import facts_of, unit_name
-from ..runtime.runtime import Runtime, runtime_of
+from ..observing import observing
 from ..runtime.unit import Unit
 from ..sharding.bucket import Bucket
 from ..sharding.plans import ReducePlan
 from . import events
 from . import log as kinds
 from .clocks import Clock, Mark, make_clock
-from .log import KINDS, MARKED, NUMBER, Log
+from .log import MARKED, Log
 from .memory import total_reader
-from .patches import Patches
 from .replay import replay
-from .taps import RuntimeTap, Sizes, UnitTap
+from .taps import Sizes, TreeTap, UnitTap
 
 
 class Recorder:
@@ -44,8 +43,8 @@ class Recorder:
         units: the model's units, on one device.
 
     Attributes:
-        taps: what records each unit.
-        inside: that of the outermost unit that is profiled, in a forward.
+        taps: what is known of each unit.
+        log: the records.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
@@ -53,15 +52,11 @@ class Recorder:
         self._units = tuple(unit_name(unit, self._modules) for unit in units)
         self._found = list(units)
         self._device = units[0].device
-        self._patches = Patches()
-        self._handles: list[Any] = []
-        self._runtimes: list[Runtime] = []
+        self._hearing = ExitStack()
         self._facts: dict[Bucket, BucketFacts] = {}
         self._ours: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
         self.taps: dict[Unit, UnitTap] = {}
-        self.inside: UnitTap | None = None
         self._clock: Clock | None = None
-        self._log: Log | None = None
         self._recorded: events.Recording | None = None
 
     # -- beginning and end ------------------------------------------------------------------
@@ -70,79 +65,52 @@ class Recorder:
         """Start recording."""
         self._clock = clock = make_clock(self._device)
         often = self._device.type != "cpu"
-        self._log = log = Log(clock, total_reader(self._device), often=often)
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before_optimizer),
-            register_optimizer_step_post_hook(self._after_optimizer),
-        ]
+        self.log = log = Log(clock, total_reader(self._device), often=often)
         for number, unit in enumerate(self._found):
             self.taps[unit] = UnitTap(self, log, unit, number)
-        for unit, tap in self.taps.items():
-            tap.install(self._patches)
-            if unit.runtime is not None:
-                self.watch(runtime_of(unit))
-                if unit.param_group.materialized:  # else the next gather plans it anew
-                    tap.prepare()
+
+        class Tap(TreeTap):
+            recorder = self
+
+        for handle in (
+            register_optimizer_step_pre_hook(self._before_optimizer),
+            register_optimizer_step_post_hook(self._after_optimizer),
+        ):
+            self._hearing.callback(handle.remove)
+        self._hearing.enter_context(observing(Tap))
         log.read_total(mark := log.mark())
         self._note(kinds.SAMPLE, mark)
 
     def stop(self) -> None:
-        """Stop recording and restore all methods; waits for nothing."""
-        self._patches.undo()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        if self._log is not None and self._clock is not None:
+        """Stop recording; waits for nothing."""
+        self._hearing.close()
+        if self._clock is not None:
             self._stopped = self._clock.mark()
             self._depths = [len(unit.enclosing) for unit in self._found]
-            self._records = self._log.end()
+            self._records = self.log.end()
+            del self.log
         # Drop all references to the model.
-        self._log = self.inside = None
         self.taps.clear()
         self._found.clear()
         self._modules.clear()
-        self._runtimes.clear()
         self._facts.clear()
-
-    def watch(self, runtime: Runtime) -> None:
-        """Watch a runtime; the first forward of a root creates it."""
-        assert self._log is not None
-        if any(runtime is known for known in self._runtimes):
-            return
-        number = len(self._runtimes)
-        self._runtimes.append(runtime)
-        RuntimeTap(self, self._log, runtime, number).install(self._patches)
-        for tap in self.taps.values():
-            if tap.unit.runtime is runtime:
-                tap.runtime = runtime
-                self._log.write(NUMBER.pack(tap.code + kinds.RUNTIME, number))
-
-    def begin_forward(self, tap: UnitTap, mark: Mark) -> None:
-        """The forward of a root begins, or of the outermost unit that is profiled."""
-        self.inside = tap
-        self._note(kinds.ROOT, mark)
-        for other in self.taps.values():  # gradients may have been dropped
-            if other.unit.runtime is tap.runtime:
-                other.sample(only_measure=True)
 
     def moment(self, kind: str) -> None:
         """Record an event that separates steps; see `events.Moment`."""
-        assert self._log is not None
-        self._note({"step": kinds.STEP}[kind], self._log.mark())
+        self._note({"step": kinds.STEP}[kind], self.log.mark())
 
-    def _note(self, kind: int, mark: Mark, number: int = 0) -> None:
-        assert self._log is not None
-        self._log.write(MARKED.pack(number * KINDS + kind, mark))
+    def _note(self, kind: int, mark: Mark) -> None:
+        self.log.write(MARKED.pack(kind, mark))
 
     # -- the optimizer ----------------------------------------------------------------------
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._log is not None and self._is_ours(optimizer):
-            self._note(kinds.ENTER_OPTIMIZER, self._log.mark())
+        if self._is_ours(optimizer):
+            self._note(kinds.ENTER_OPTIMIZER, self.log.mark())
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._log is not None and self._is_ours(optimizer):
-            self._note(kinds.LEAVE_OPTIMIZER, self._log.mark())
+        if self._is_ours(optimizer):
+            self._note(kinds.LEAVE_OPTIMIZER, self.log.mark())
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
         """Whether it holds a parameter of the model."""

@@ -1,30 +1,28 @@
-"""What replaces methods of units and their runtime during a profile: each calls its original and
-writes a record or two.
+"""What hears of units during a profile: each event writes a record or two.
 
-Around twenty of these calls and eight samples of memory are what a unit costs in a step. So there
-is one Python function per call, which keeps nothing that it could look up afterwards.
+Around twenty events and eight samples of memory are what a unit costs in a step. So there is one
+Python function per event, which keeps nothing that it could look up afterwards.
 """
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol, Self
 
-from torch import nn
+from typing_extensions import override
 
-from ..comm.streams import Streams
 from ..comm.transports import Finish, Transport, done
+from ..runtime.events import TreePart
 from ..runtime.reduction import Reduction
 from ..runtime.runtime import Runtime
 from ..runtime.states import State
-from ..runtime.unit import Unit
+from ..runtime.unit import Forward, Unit
 from ..sharding.bucket import Bucket
 from ..sharding.plans import ReducePlan
 from . import log as kinds
 from .events import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from .log import FIVE, FIVE_MARKED, KINDS, MARKED, NUMBER, OPERATION, UNKNOWN, WAITED, Log
 from .memory import NOTHING, accumulated_bytes
-from .patches import Patches
 
 _MARKED, _NUMBER, _FIVE, _CHANGED = MARKED.pack, NUMBER.pack, FIVE.pack, FIVE_MARKED.pack
 _OPERATION, _WAITED = OPERATION.pack, WAITED.pack
@@ -37,11 +35,7 @@ class Watcher(Protocol):
     """What taps need of a recorder, in rare cases only."""
 
     taps: dict[Unit, UnitTap]
-    inside: UnitTap | None  # the outermost one that is profiled, in a forward
-
-    def watch(self, runtime: Runtime) -> None: ...
-
-    def begin_forward(self, tap: UnitTap, mark: float) -> None: ...
+    log: Log
 
     def size_gather(self, unit: Unit, held: tuple[Bucket, ...], secondary: bool) -> Sizes: ...
 
@@ -51,35 +45,40 @@ class Watcher(Protocol):
 
 
 class UnitTap:
-    """Records one unit.
+    """What is known of one unit.
 
     Args:
         number: of the unit, in the records.
 
     Attributes:
-        runtime: the unit's runtime, as far as it is watched.
         pending: where the record of the gather begins that is on its way; -1: none is.
+        gathering: what the record of the gather that is being launched needs.
+        waiting: ``pending`` of the gather that compute waits for, and since when.
+        sizes: of gathers of the buckets ``planned``, by what they leave out; ``reductions``: of
+            these, by plan.
         accumulated: bytes of gradients that a backward has left, and not reduced.
         changes_at_borders: whether memory is sampled as compute enters the unit: on devices, and
             where parts of what was gathered are freed by themselves.
+        took: whether what reductions hold has changed since the last sample.
         operations: codes of the unit's operations in forward, by kind; one more: in backward.
     """
 
     def __init__(self, recorder: Watcher, log: Log, unit: Unit, number: int) -> None:
         self.recorder, self.log, self.unit = recorder, log, unit
-        self.runtime: Any = None
         self.pending = -1
-        self._param_group = unit.param_group
-        self._planned: list[Bucket] = []  # what the sizes are of
-        self._sizes: dict[tuple[Any, ...], Sizes] = {}
-        self._reductions: dict[ReducePlan, Any] = {}
+        self.gathering: tuple[Any, ...] = ()
+        self.waiting = (-1, 0.0)
+        self.param_group = unit.param_group
+        self.planned: list[Bucket] = []
+        self.sizes: dict[tuple[Any, ...], Sizes] = {}
+        self.reductions: dict[ReducePlan, Any] = {}
         self._parts: tuple[int, ...] = NOTHING
-        self._took = False  # whether what reductions hold has changed since the last sample
+        self.took = False
         self.accumulated = 0
         self.changes_at_borders = True
         code = number * KINDS
         self.number, self.code = number, code
-        self._sample, self._all_parts, self._change, self._take = (
+        self._sample, self._all_parts, self._change, self.take = (
             code + kind for kind in (kinds.SAMPLE, kinds.PARTS, kinds.CHANGED, kinds.TAKE)
         )
         self.enter_forward, self.leave_forward = code, code + kinds.LEAVE_FORWARD
@@ -88,34 +87,23 @@ class UnitTap:
         self.enter_backward = code + kinds.ENTER_BACKWARD
         self.leave_backward = code + kinds.LEAVE_BACKWARD
         self.operations = {kind: code + first for kind, first in kinds.OPERATIONS.items()}
-        self._gather_code = self.operations[ALL_GATHER]
-        self._wait, self.wait_to_end = code + kinds.WAIT, code + kinds.WAIT_TO_END
-
-    def install(self, patches: Patches) -> None:
-        """Replace the unit's methods, until ``patches`` are undone."""
-        unit = self.unit
-        self._start_unshard, self._wait_unshard = unit.start_unshard, unit.wait_unshard
-        self._reshard, self._gather = unit.reshard, unit.hooks._gather  # type: ignore[attr-defined]
-        self._make_reductions = unit.gradients.make_reductions
-        patches.set(unit, "start_unshard", self.start_unshard)
-        patches.set(unit, "wait_unshard", self.wait_unshard)
-        patches.set(unit, "reshard", self.reshard)
-        patches.set(unit.hooks, "_gather", self.forward_begins)
-        patches.set(unit.hooks, "marks_all", True)
-        patches.set(unit.gradients, "make_reductions", self.make_reductions)
+        self.gather_code = self.operations[ALL_GATHER]
+        self.wait, self.wait_to_end = code + kinds.WAIT, code + kinds.WAIT_TO_END
 
     def prepare(self) -> None:
         """Before the first step: what it would have to work out otherwise."""
-        unit, group, recorder = self.unit, self._param_group, self.recorder
-        self._follow_plan()
-        self._sizes[(), False] = recorder.size_gather(unit, (), False)
+        unit, group, recorder = self.unit, self.param_group, self.recorder
+        self.follow_plan()
+        self.sizes[(), False] = recorder.size_gather(unit, (), False)
         for (index, *_), plan in group.reduce_plans.items():
             bucket = group.buckets[index]
-            self._reductions[plan] = recorder.size_reduction(unit, bucket, plan)
+            self.reductions[plan] = recorder.size_reduction(unit, bucket, plan)
         self.sample(only_measure=True)
 
-    def _follow_plan(self) -> None:
-        self._planned = buckets = self._param_group.buckets
+    def follow_plan(self) -> None:
+        """The unit was planned anew, and gathers have other sizes."""
+        self.planned = buckets = self.param_group.buckets
+        self.sizes.clear()
         # Elsewhere, all that changes the unit's memory between two of its gathers and frees is a
         # reduction, which is sampled; and units with neither have no memory of their own.
         in_pieces = any(b.gathered is not None and len(b.gathered.storages) > 1 for b in buckets)
@@ -127,7 +115,7 @@ class UnitTap:
         """Record what has changed of the unit's memory, and when this was."""
         shards = grads = gathered = secondary = 0
         unreduced = self.accumulated
-        for bucket in self._param_group.buckets:
+        for bucket in self.param_group.buckets:
             if bucket.shard_device == bucket.device:  # else in host memory
                 shards += bucket.shards.nbytes
                 if bucket.grads is not None:
@@ -155,118 +143,9 @@ class UnitTap:
         # To write a record costs more than to find out that it would say nothing new.
         if changed:
             log.write(_CHANGED(self._change, *parts, mark))
-        elif due or log.often or self._took:
+        elif due or log.often or self.took:
             log.write(_MARKED(self._sample, mark))
-        self._took = False
-
-    # -- forward and gathers ----------------------------------------------------------------
-
-    def forward_begins(self, module: nn.Module) -> None:
-        log = self.log
-        mark = log.mark()
-        self._gather(module)
-        runtime: Any = self.unit.runtime
-        if runtime is not self.runtime:
-            self.recorder.watch(runtime)
-        if runtime.in_backward:
-            log.write(_MARKED(self.enter_recompute, mark))
-        else:
-            # The forward of a root, or of the outermost unit that is profiled.
-            recorder, root = self.recorder, runtime.schedule.root
-            if root is self.unit or (recorder.inside is None and root not in recorder.taps):
-                recorder.begin_forward(self, mark)
-            log.write(_MARKED(self.enter_forward, mark))
-        if self.changes_at_borders:
-            self.sample()
-
-    def start_unshard(self, streams: Streams) -> None:
-        unit, log = self.unit, self.log
-        held: tuple[Bucket, ...] = ()
-        for bucket in self._param_group.buckets:
-            if bucket.cache_valid:
-                held = (*held, bucket)
-        secondary, end = unit.state is _SECONDARY, UNKNOWN
-        backward = unit.runtime is not None and unit.runtime.in_backward
-        if streams.stream_ordered:
-            # Marks on the gather stream, before and after.
-            with streams.gathering():
-                launched, begin = log.host(), log.mark()
-            self._start_unshard(streams)
-            with streams.gathering():
-                end = log.mark()
-        else:
-            launched, begin = log.host(), log.mark()
-            self._start_unshard(streams)
-        launch_s = log.host() - launched
-        if self._planned is not self._param_group.buckets:  # planned anew
-            self._follow_plan()
-            self._sizes.clear()
-        sizes = self._sizes.get((held, secondary))
-        if sizes is None:
-            sizes = self.recorder.size_gather(unit, held, secondary)
-            self._sizes[held, secondary] = sizes
-        if sizes[0]:
-            self.pending = log.tell()
-            code = self._gather_code + backward
-            log.write(_OPERATION(code, *sizes, launched, launch_s, begin, end))
-        self.sample()
-
-    def wait_unshard(self, streams: Streams) -> None:
-        log, pending = self.log, self.pending
-        self.pending = -1
-        begin = log.mark()
-        self._wait_unshard(streams)
-        if pending >= 0:
-            code = self._wait if streams.stream_ordered else self.wait_to_end
-            log.write(_WAITED(code, pending, begin, log.mark()))
-
-    def reshard(self, *args: Any, **kwargs: Any) -> None:
-        self._reshard(*args, **kwargs)
-        self.sample()
-
-    # -- reductions -------------------------------------------------------------------------
-
-    def make_reductions(self, *args: Any, **kwargs: Any) -> list[Reduction]:
-        made = self._make_reductions(*args, **kwargs)
-        log = self.log
-        for reduction in made:
-            scatter, replicate = reduction.scatter, reduction.replicate
-            if scatter is None and replicate is None:
-                continue
-            sizes = self._reductions.get(reduction.plan)
-            if sizes is None:
-                sizes = self.recorder.size_reduction(self.unit, reduction.bucket, reduction.plan)
-                self._reductions[reduction.plan] = sizes
-            timed = []
-            if scatter is not None:
-                reduction.scatter = TimedTransport(scatter, self, REDUCE_SCATTER, sizes[0])
-                timed.append(reduction.scatter)
-            if replicate is not None:
-                reduction.replicate = TimedTransport(replicate, self, ALL_REDUCE, sizes[1])
-                timed.append(reduction.replicate)
-            own = vars(reduction)
-            own["complete"] = partial(self.end_reduction, reduction, "complete", timed)
-            own["discard"] = partial(self.end_reduction, reduction, "discard", timed)
-            log.write(_NUMBER(self._take, reduction.nbytes))
-            self._took = True
-        return made
-
-    def end_reduction(
-        self, reduction: Reduction, name: str, timed: list[TimedTransport], streams: Streams
-    ) -> Any:
-        # First, so that this profile leaves no references to the reduction.
-        del reduction.complete, reduction.discard
-        log, nbytes = self.log, reduction.nbytes
-        begin = log.mark()
-        result = getattr(reduction, name)(streams)
-        if streams.stream_ordered:
-            launched = max(each.record for each in timed)
-            if launched >= 0:
-                log.write(_WAITED(self._wait, launched, begin, log.mark()))
-        log.write(_NUMBER(self._take, -nbytes))
-        self._took = True
-        self.sample()
-        return result
+        self.took = False
 
 
 class TimedTransport:
@@ -320,80 +199,222 @@ class TimedTransport:
         log.write(_WAITED(tap.wait_to_end, self.record, begin, log.mark()))
 
 
-class RuntimeTap:
-    """Records what a runtime tells of units; of those that are not profiled nothing."""
+class TreeTap(TreePart):
+    """Records what a tree tells of units; of those that are not profiled nothing.
 
-    def __init__(self, recorder: Watcher, log: Log, runtime: Runtime, number: int) -> None:
-        self._recorder, self._log, self._runtime = recorder, log, runtime
-        self._taps = recorder.taps
-        self._number = number
+    Attributes:
+        recorder: that of the profile; of the subclass that is made for it.
+    """
 
-    def install(self, patches: Patches) -> None:
-        """Replace the runtime's methods."""
-        runtime = self._runtime
-        self._post_forward, self._pre_backward = runtime.post_forward, runtime.pre_backward
-        self._post_backward, self._reduce = runtime.post_backward, runtime.reduce
-        self._end_backward, self._reset = runtime.end_backward, runtime.reset
-        patches.set(runtime, "post_forward", self.post_forward)
-        patches.set(runtime, "pre_backward", self.pre_backward)
-        patches.set(runtime, "post_backward", self.post_backward)
-        patches.set(runtime, "reduce", self.reduce)
-        patches.set(runtime, "end_backward", self.end_backward)
-        patches.set(runtime, "reset", self.reset)
+    recorder: ClassVar[Watcher]
+    runtime: Runtime
 
-    def post_forward(self, unit: Unit, **kwargs: Any) -> None:
-        tap = self._taps.get(unit)
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime)
+        self._log, self._streams = self.recorder.log, runtime.streams
+        self._taps = {u: tap for u in runtime.units if (tap := self.recorder.taps.get(u))}
+        self._inside: Unit | None = None  # the outermost one that is profiled, in a forward
+        self._samples = 0  # when the last forward had computed
+        self._in_flight: dict[Reduction, tuple[UnitTap, list[TimedTransport]]] = {}
+        self._completing = 0.0
+        self._number = next(iter(self._taps.values())).number
+        for tap in self._taps.values():
+            self._log.write(_NUMBER(tap.code + kinds.RUNTIME, self._number))
+            if tap.unit.param_group.materialized:  # else the next gather plans it anew
+                tap.prepare()
+
+    @override
+    @classmethod
+    def of(cls, runtime: Runtime) -> Self | None:
+        return cls(runtime) if any(unit in cls.recorder.taps for unit in runtime.units) else None
+
+    # -- forward ----------------------------------------------------------------------------
+
+    @override
+    def forward_begins(self, unit: Unit) -> None:
+        tap, log, runtime = self._taps.get(unit), self._log, self.runtime
         if tap is None:
-            self._post_forward(unit, **kwargs)
             return
-        log = self._log
-        leave = tap.leave_recompute if self._runtime.in_backward else tap.leave_forward
-        log.write(_MARKED(leave, log.mark()))
-        before = log.samples
-        self._post_forward(unit, **kwargs)
-        if self._recorder.inside is tap and not unit.running:
-            self._recorder.inside = None
-        if log.samples == before or log.noted is not tap:
+        mark = log.mark()
+        if runtime.in_backward:
+            log.write(_MARKED(tap.enter_recompute, mark))
+        else:
+            # The forward of a root, or of the outermost unit that is profiled.
+            root = runtime.schedule.root
+            if root is unit or (self._inside is None and root not in self._taps):
+                self._inside = unit
+                log.write(_MARKED(kinds.ROOT, mark))
+                for other in self._taps.values():  # gradients may have been dropped
+                    other.sample(only_measure=True)
+            log.write(_MARKED(tap.enter_forward, mark))
+        if tap.changes_at_borders:
             tap.sample()
 
-    def pre_backward(self, unit: Unit, *args: Any, **kwargs: Any) -> None:
+    @override
+    def forward_computed(self, unit: Unit) -> None:
         tap, log = self._taps.get(unit), self._log
-        mark = log.mark()
-        self._pre_backward(unit, *args, **kwargs)
+        if tap is None:
+            return
+        self._samples = log.samples
+        if self.runtime.in_backward:
+            log.write(_MARKED(tap.leave_recompute, log.mark()))
+            tap.sample()
+        else:
+            log.write(_MARKED(tap.leave_forward, log.mark()))
+
+    @override
+    def forward_ends(self, unit: Unit, forward: Forward | None) -> None:
+        tap, log = self._taps.get(unit), self._log
+        if self._inside is unit and not unit.running:
+            self._inside = None
+        if tap is not None and (log.samples == self._samples or log.noted is not tap):
+            tap.sample()
+
+    # -- gathers ----------------------------------------------------------------------------
+
+    @override
+    def before_gather(self, unit: Unit) -> None:
+        tap, log, streams = self._taps.get(unit), self._log, self._streams
+        if tap is None:
+            return
+        buckets = tap.param_group.buckets
+        if tap.planned is not buckets:
+            tap.follow_plan()
+        held: tuple[Bucket, ...] = ()
+        for bucket in buckets:
+            if bucket.cache_valid:
+                held = (*held, bucket)
+        if streams.stream_ordered:
+            # Marks on the gather stream, before and after.
+            with streams.gathering():
+                tap.gathering = ((held, unit.state is _SECONDARY), log.host(), log.mark())
+        else:
+            tap.gathering = ((held, unit.state is _SECONDARY), log.host(), log.mark())
+
+    @override
+    def gather_started(self, unit: Unit) -> None:
+        tap, log, streams = self._taps.get(unit), self._log, self._streams
+        if tap is None:
+            return
+        what, launched, begin = tap.gathering
+        end = UNKNOWN
+        if streams.stream_ordered:
+            with streams.gathering():
+                end = log.mark()
+        launch_s = log.host() - launched
+        sizes = tap.sizes.get(what)
+        if sizes is None:
+            sizes = tap.sizes[what] = self.recorder.size_gather(unit, *what)
+        if sizes[0]:
+            tap.pending = log.tell()
+            code = tap.gather_code + self.runtime.in_backward
+            log.write(_OPERATION(code, *sizes, launched, launch_s, begin, end))
+        tap.sample()
+
+    @override
+    def before_wait(self, unit: Unit) -> None:
+        tap = self._taps.get(unit)
         if tap is not None:
-            log.write(_MARKED(tap.enter_backward, mark))
+            tap.waiting = (tap.pending, self._log.mark())
+            tap.pending = -1
+
+    @override
+    def gathered(self, unit: Unit) -> None:
+        tap, log = self._taps.get(unit), self._log
+        if tap is not None and tap.waiting[0] >= 0:
+            code = tap.wait if self._streams.stream_ordered else tap.wait_to_end
+            log.write(_WAITED(code, *tap.waiting, log.mark()))
+
+    @override
+    def resharded(self, unit: Unit) -> None:
+        tap = self._taps.get(unit)
+        if tap is not None:
+            tap.sample()
+
+    # -- backward ---------------------------------------------------------------------------
+
+    @override
+    def backward_enters(
+        self, unit: Unit, forward: Forward | None, accumulates: bool | None
+    ) -> None:
+        tap, log = self._taps.get(unit), self._log
+        if tap is not None:
+            log.write(_MARKED(tap.enter_backward, log.mark()))
             if tap.changes_at_borders:
                 tap.sample()
 
-    def post_backward(self, unit: Unit) -> None:
-        tap, log = self._taps.get(unit), self._log
-        before = log.samples
-        self._post_backward(unit)
-        if tap is not None:
-            log.write(_MARKED(tap.leave_backward, log.mark()))
-            if log.samples == before or log.noted is not tap:
-                tap.sample()
-
-    def reduce(self, unit: Unit, **kwargs: Any) -> None:
-        self._reduce(unit, **kwargs)
+    @override
+    def reductions_launched(self, unit: Unit, reductions: Sequence[Reduction]) -> None:
         tap, log = self._taps.get(unit), self._log
         if tap is None:
             return
-        if not kwargs.get("direct_only"):
+        for reduction in reductions:
+            scatter, replicate = reduction.scatter, reduction.replicate
+            if scatter is None and replicate is None:
+                continue
+            sizes = tap.reductions.get(reduction.plan)
+            if sizes is None:
+                sizes = self.recorder.size_reduction(unit, reduction.bucket, reduction.plan)
+                tap.reductions[reduction.plan] = sizes
+            timed = []
+            if scatter is not None:
+                reduction.scatter = TimedTransport(scatter, tap, REDUCE_SCATTER, sizes[0])
+                timed.append(reduction.scatter)
+            if replicate is not None:
+                reduction.replicate = TimedTransport(replicate, tap, ALL_REDUCE, sizes[1])
+                timed.append(reduction.replicate)
+            self._in_flight[reduction] = tap, timed
+            log.write(_NUMBER(tap.take, reduction.nbytes))
+            tap.took = True
+
+    @override
+    def after_reduce(self, unit: Unit, direct_only: bool) -> None:
+        tap, log = self._taps.get(unit), self._log
+        if tap is None:
+            return
+        if not direct_only:
             # A unit whose inputs need no gradient ends with its last gradient.
             log.write(_MARKED(tap.leave_backward, log.mark()))
-        tap.accumulated = 0 if unit.config.reduce_grads else accumulated_bytes(unit)
+        reduces = unit.config.reduce_grads and not self.runtime.held_open
+        tap.accumulated = 0 if reduces else accumulated_bytes(unit)
         tap.sample()
 
-    def end_backward(self) -> None:
-        self._end_backward()
-        code = self._number * KINDS + kinds.END_BACKWARD
-        self._log.write(_MARKED(code, self._log.mark()))
+    @override
+    def before_completion(self, unit: Unit, reduction: Reduction) -> None:
+        self._completing = self._log.mark()
 
-    def reset(self, **kwargs: Any) -> None:
-        self._reset(**kwargs)
+    @override
+    def reduction_completed(self, unit: Unit, reduction: Reduction) -> None:
+        if reduction not in self._in_flight:
+            return
+        log = self._log
+        tap, timed = self._in_flight.pop(reduction)
+        if self._streams.stream_ordered:
+            launched = max(each.record for each in timed)
+            if launched >= 0:
+                log.write(_WAITED(tap.wait, launched, self._completing, log.mark()))
+        log.write(_NUMBER(tap.take, -reduction.nbytes))
+        tap.took = True
+        tap.sample()
+
+    @override
+    def backward_leaves(self, unit: Unit) -> None:
+        tap, log = self._taps.get(unit), self._log
+        if tap is not None:
+            log.write(_MARKED(tap.leave_backward, log.mark()))
+            if log.noted is not tap:
+                tap.sample()
+
+    @override
+    def backward_ends(self) -> None:
+        self._log.write(_MARKED(self._number * KINDS + kinds.END_BACKWARD, self._log.mark()))
+
+    @override
+    def tree_reset(self) -> None:
+        for reduction, (tap, _) in self._in_flight.items():
+            self._log.write(_NUMBER(tap.take, -reduction.nbytes))
+        self._in_flight.clear()
         for tap in self._taps.values():
-            if tap.unit.runtime is self._runtime:
-                tap.pending = -1
-        self._recorder.inside = None
+            tap.pending = -1
+        self._inside = None
         self._log.write(kinds.CODE.pack(self._number * KINDS + kinds.RESET))

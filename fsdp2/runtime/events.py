@@ -78,7 +78,12 @@ class TreePart:
         """What of ``unit`` is gathered is about to be used again, by a forward or a user."""
 
     def forward_begins(self, unit: Unit) -> None:
-        """``unit`` is about to be gathered, or to go on, for a forward of one of its modules."""
+        """``unit`` is about to be gathered, or to go on, for a forward of one of its modules, or
+        for a recomputation of one (`Runtime.in_backward`)."""
+
+    def forward_computed(self, unit: Unit) -> None:
+        """That module has its output, and nothing was freed yet. Who hears this hears of all
+        modules of a unit: otherwise, those between its first and last may leave out their hooks."""
 
     def forward_ends(self, unit: Unit, forward: Forward | None) -> None:
         """It was freed, or kept, after ``forward``; None: one without a graph."""
@@ -99,6 +104,18 @@ class TreePart:
 
     def before_gather(self, unit: Unit) -> None:
         """``unit`` is planned, and its gathered storage is about to get memory."""
+
+    def gather_started(self, unit: Unit) -> None:
+        """The all-gathers of ``unit`` are launched."""
+
+    def before_wait(self, unit: Unit) -> None:
+        """Compute is about to wait for them."""
+
+    def gathered(self, unit: Unit) -> None:
+        """Compute may use what they gather."""
+
+    def resharded(self, unit: Unit) -> None:
+        """``unit`` is not gathered, or only to its larger shards, whether it was before or not."""
 
     def first_gathered(self, unit: Unit) -> None:
         """The first gather into new storages was launched."""
@@ -129,7 +146,8 @@ class TreePart:
         """``taken`` are complete, and off the parameters; ``unit`` may be gathered still."""
 
     def reductions_launched(self, unit: Unit, reductions: Sequence[Reduction]) -> None:
-        """``reductions`` of ``unit`` are about to start."""
+        """``reductions`` of ``unit`` are about to start. A hearer may put other transports in the
+        places of their ``scatter`` and ``replicate``, for this once."""
 
     def after_reduce(self, unit: Unit, direct_only: bool) -> None:
         """The reductions have started, if there was anything to reduce, or sums were kept.
@@ -209,12 +227,17 @@ class TreeEvents(_Hearers):
     root_forward_begins: _OfTree
     before_reuse: _OfUnit
     forward_begins: _OfUnit
+    forward_computed: _OfUnit
     forward_ends: tuple[Callable[[Unit, Forward | None], None], ...]
     unit_kept: tuple[Callable[[Unit, Forward | None], None], ...]
     gather_requested: _OfUnit
     before_planning: _OfUnit
     planned: _OfUnit
     before_gather: _OfUnit
+    gather_started: _OfUnit
+    before_wait: _OfUnit
+    gathered: _OfUnit
+    resharded: _OfUnit
     first_gathered: _OfUnit
     backward_begins: _OfTree
     backward_enters: tuple[Callable[[Unit, Forward | None, bool | None], None], ...]

@@ -123,12 +123,16 @@ class Runtime:
         Raises:
             ModulesChanged: if another runtime has to be built first.
         """
-        for tell in self.on.forward_begins:
-            tell(unit)
         # Autograd calls nothing at the end of a backward that raised, so the first moment at which
         # that can be seen is now.
         backward_raised = self.in_backward and not autograd_is_running()
-        if self.in_backward and not backward_raised:  # recomputation of activations
+        schedule = self.schedule
+        begins = schedule.root is None or schedule.root not in unit.enclosing
+        if backward_raised or (begins and not self.in_backward):
+            self._begin_forward(unit)
+        for tell in self.on.forward_begins:
+            tell(unit)
+        if self.in_backward:  # recomputation of activations
             if unit.registration.overrides:
                 unit.registration.forget_overrides()
             unit.unshard(self.streams)
@@ -136,9 +140,6 @@ class Runtime:
             if not unit.backward_began and not unit.has_graph:
                 unit.recomputes_all = True
             return
-        schedule = self.schedule
-        if schedule.root is None or schedule.root not in unit.enclosing or backward_raised:
-            self._begin_forward(unit)
         if self._kept_unit is not None:
             self._free_kept(beside=unit)
         follows = schedule.ran and schedule.ran[-1] is unit
@@ -217,6 +218,8 @@ class Runtime:
             differentiable: whether backward may reach this forward.
             forward: the object that the hooks on its outputs hold.
         """
+        for tell in self.on.forward_computed:
+            tell(unit)
         if self.in_backward:
             return
         unit.running = max(0, unit.running - 1)

@@ -46,6 +46,10 @@ class GatherEvents(Protocol):
     before_planning: tuple[Callable[[Unit], None], ...]
     planned: tuple[Callable[[Unit], None], ...]
     before_gather: tuple[Callable[[Unit], None], ...]
+    gather_started: tuple[Callable[[Unit], None], ...]
+    before_wait: tuple[Callable[[Unit], None], ...]
+    gathered: tuple[Callable[[Unit], None], ...]
+    resharded: tuple[Callable[[Unit], None], ...]
     first_gathered: tuple[Callable[[Unit], None], ...]
 
 
@@ -306,6 +310,8 @@ class Unit:
                 tell(self)
         # Last: a unit whose launch raised is where it was, and recovery waits for nothing.
         self.transition("start_unshard")
+        for tell in on.gather_started:
+            tell(self)
 
     def _launch_on_stream(self, gathering: list[int], streams: Streams) -> None:
         with streams.gathering():
@@ -402,6 +408,8 @@ class Unit:
     def wait_unshard(self, streams: Streams) -> None:
         """Let compute use what `start_unshard` gathers."""
         assert self.state is State.GATHERING
+        for tell in self.runtime.on.before_wait:
+            tell(self)
         launched = bool(self._gather_finish)
         try:
             while self._gather_finish:
@@ -425,6 +433,8 @@ class Unit:
         if self.param_group.incomplete:
             self.param_group.complete()
             self._tell_planned()
+        for tell in self.runtime.on.gathered:
+            tell(self)
 
     def _give_up_gather(self, streams: Streams) -> None:
         """After a wait that raised: to SHARDED, so that a later forward gathers anew."""
@@ -486,6 +496,8 @@ class Unit:
                 secondary.free()
             self.transition("drop_secondary")
         self.register_sharded()
+        for tell in self.runtime.on.resharded:
+            tell(self)
 
     def drop_cache(self, streams: Streams, buckets: Iterable[Bucket] | None = None) -> None:
         """Evict cached buckets, ``buckets`` or all of them: at once, or when the unit is freed."""

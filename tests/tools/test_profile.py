@@ -483,7 +483,7 @@ def test_a_profile_adds_few_calls_to_a_unit() -> None:
             with profile(model) as p:
                 step()
                 assert p._recorder is not None
-                log = p._recorder._log
+                log = p._recorder.log
                 assert log is not None
                 before = log.samples
                 with_profile = called_by(step)[0].total()
