@@ -32,8 +32,8 @@ def profile(model: nn.Module) -> Profile:
     While the profile runs, it hears what the model's runtime tells the parts of the library.
     Without a profile nothing is recorded or checked, so there is no cost. On CUDA, times come from
     events on the streams that do the work; the host waits for the device once at the beginning and
-    once when the first result is requested. On the CPU, times are the host's. ``docs/profiling.md`` describes how each number
-    is measured.
+    once when the first result is requested. On the CPU, times are the host's.
+    ``docs/profiling.md`` describes how each number is measured.
 
     Args:
         model: sharded by `fully_shard`, `shard_model` or `replicate`, or a module that contains

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import gc
 import json
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -485,13 +486,14 @@ def test_a_profile_adds_few_calls_to_a_unit() -> None:
                 assert p._recorder is not None
                 log = p._recorder.log
                 assert log is not None
+                log.next_total = math.inf  # the clock says when the process' memory is read
                 before = log.samples
                 with_profile = called_by(step)[0].total()
                 samples = log.samples - before
             added.append((with_profile - without, samples))
     (few_calls, few_samples), (calls, samples) = added
     assert (samples - few_samples) / 4 <= 6, added
-    assert (calls - few_calls) / 4 <= 31.5, added
+    assert (calls - few_calls) / 4 <= 30, added
 
 
 # -- off: no cost --------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ PATHS = [path for patch in PATCHES for path in patch.paths]
 # Attributes of others that are set elsewhere, by the last part of the file's path: each with the
 # reason why that replaces nothing for good.
 SET_ELSEWHERE = {
-    ("context.py", "_cp_options.enable_load_balance"): "within a context",
+    ("attention.py", "_cp_options.enable_load_balance"): "within a context",
     ("tracing.py", "propagator._propagate_tensor_meta_non_cached"): "within a context",
     ("deterministic.py", "torch.backends.cudnn.benchmark"): "a setting that the caller asks for",
     ("torch_patches.py", "setattr(owner)"): "the one place",
