@@ -101,7 +101,7 @@ class _Accounts(TreePart):
     @override
     def backward_begins(self) -> None:
         for account in self._of.values():  # what users have done since the last one
-            account.observe()
+            account.observe(may_drop=True)
 
     @override
     def backward_enters(

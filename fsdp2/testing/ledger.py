@@ -183,11 +183,17 @@ class Account:
         record.seen = found
         self.has_made = True
 
-    def observe(self) -> None:
-        """Find gradients that were assigned or removed by hand, as zero-bubble pipelines do."""
+    def observe(self, *, may_drop: bool = False) -> None:
+        """Find gradients that were assigned or removed by hand, as zero-bubble pipelines do.
+
+        Args:
+            may_drop: between two backwards: users may drop the sums that they see.
+        """
         by_hand = []
         for record in self.records.values():
             before = record.seen
+            if may_drop and record.now() is None:
+                record.on_param.clear()
             record.see()
             if record.seen not in (None, before):
                 by_hand.append(record)

@@ -93,16 +93,16 @@ def drop_instead_of_accumulating() -> Any:
 
 
 def reset_on_the_unsharded_parameter() -> Any:
-    """As an optimizer's ``zero_grad`` on unsharded parameters would do it."""
-    end = Runtime.end_backward
+    """As units are freed at the end of backward. (Later, users may do so themselves.)"""
+    free = Runtime.free_units
 
     def resetting(self: Runtime) -> None:
-        end(self)
+        free(self)
         for unit in self.units:
             for param in unit.params if unit.name == "2" else ():
                 param.unsharded.grad = None  # type: ignore[union-attr]
 
-    return mock.patch.object(Runtime, "end_backward", resetting)
+    return mock.patch.object(Runtime, "free_units", resetting)
 
 
 def never_complete() -> Any:
