@@ -226,9 +226,6 @@ def _serve(
     device: str,
 ) -> None:
     """The main function of a rank: makes the default group, then runs jobs until the end."""
-    # First: a collection would write to every page that the fork shares with the fork server, and
-    # so copy it.
-    gc.freeze()
     globals()["DEVICE"] = device
     log = os.open(f"{folder}/log{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
