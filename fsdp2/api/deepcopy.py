@@ -126,7 +126,7 @@ def _copy_unit(unit: Unit, memo: dict[int, Any]) -> None:
     if config.shared_streams is None and unit.runtime is not None:
         # Shared streams: each can reuse at once what the other frees.
         config.shared_streams = runtime_of(unit).streams
-    new = Unit(unit.modules, unit.mesh, unit.device, config)
+    new = type(unit)(unit.modules, unit.mesh, unit.device, config)
     new.name = unit.name
     memo[id(unit)] = new
     memo[id(unit.registration)] = new.registration

@@ -23,7 +23,7 @@ from ..policy import (
     check_comm_policy,
     check_dtypes,
 )
-from ..runtime.building import name_units
+from ..runtime.building import made_types, name_units
 from ..runtime.events import registry
 from ..runtime.hooks import UnitHooks
 from ..runtime.unit import ORIGINS, Unit, set_unit, units_in
@@ -254,7 +254,7 @@ def _make_unit(
     check_dtypes(config.mp_policy)
     check_comm_policy(config.comm_options.policy)
     classes = [_sharded_class(sharded) for sharded in modules]  # may fail: before anything changes
-    unit = Unit(modules, mesh, device, config)
+    unit = made_types[-1][0](modules, mesh, device, config)
     tree = _managed_modules(unit.modules)
     with torch.inference_mode(False):  # else the shards could never be trained
         found = _find_parameters(unit, tree, ignored, shard_placement_fn, granularity)

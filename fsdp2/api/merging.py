@@ -252,7 +252,7 @@ def _merged(group: Sequence[Unit]) -> Unit:
     """One unit with the modules and parameters of ``group``."""
     first = group[0]
     modules = tuple(module for unit in group for module in unit.modules)
-    new = Unit(modules, first.mesh, first.device, replace(first.config))
+    new = type(first)(modules, first.mesh, first.device, replace(first.config))
     new.name = ", ".join(unit.name for unit in group)
     new.registration.unit_name = new.name
     param_group = new.param_group

@@ -81,6 +81,8 @@ class MeshTransports:
         allocating: makes the contexts in which gathered storage gets its memory; None: any memory.
     """
 
+    make = staticmethod(make_transport)  # `fsdp2.testing` has one that records
+
     def __init__(self, mesh: DataParallelMesh, device: torch.device, options: CommOptions) -> None:
         self.mesh = mesh
         self.device = device
@@ -95,16 +97,16 @@ class MeshTransports:
         sum_only = options.sum_only
         if mesh.shard_group is not None and mesh.num_shards > 1:
             group = mesh.shard_group
-            self.gather = self._wrapped(make_transport(group, device), "all-gather")
+            self.gather = self._wrapped(self.make(group, device), "all-gather")
             # Backward gathers the next unit while it reduces this one. On one communicator the two
             # would take turns.
             group = separate_group(group, device, options.separate_reduce_group)
             self.scatter = self._wrapped(
-                make_transport(group, device, sum_only=sum_only), "reduce-scatter"
+                self.make(group, device, sum_only=sum_only), "reduce-scatter"
             )
         if mesh.replicate_group is not None and mesh.num_replicas > 1:
             self.replicate = self._wrapped(
-                make_transport(mesh.replicate_group, device, sum_only=sum_only), "all-reduce"
+                self.make(mesh.replicate_group, device, sum_only=sum_only), "all-reduce"
             )
 
     def _wrapped(self, transport: Transport, use: Use) -> Transport:
@@ -131,7 +133,7 @@ class MeshTransports:
         # unless the setting was changed since; then all ranks make it here.
         if self.secondary_gather is None or self.secondary_gather.group.size() != chosen:
             self.secondary_mesh = subgroup_mesh(self.mesh, chosen)
-            transport = make_transport(self.secondary_mesh.get_group(1), self.device)
+            transport = self.make(self.secondary_mesh.get_group(1), self.device)
             self.secondary_gather = self._wrapped(transport, "secondary all-gather")
         return chosen
 

@@ -52,7 +52,7 @@ class UnitTap:
 
     Attributes:
         pending: where the record of the gather begins that is on its way; -1: none is.
-        gathering: what the record of the gather that is being launched needs.
+        launching: what the record of the gather that is being launched needs.
         waiting: ``pending`` of the gather that compute waits for, and since when.
         sizes: of gathers of the buckets ``planned``, by what they leave out; ``reductions``: of
             these, by plan.
@@ -66,7 +66,7 @@ class UnitTap:
     def __init__(self, recorder: Watcher, log: Log, unit: Unit, number: int) -> None:
         self.recorder, self.log, self.unit = recorder, log, unit
         self.pending = -1
-        self.gathering: tuple[Any, ...] = ()
+        self.launching: tuple[Any, ...] = ()
         self.waiting = (-1, 0.0)
         self.param_group = unit.param_group
         self.planned: list[Bucket] = []
@@ -287,16 +287,16 @@ class TreeTap(TreePart):
         if streams.stream_ordered:
             # Marks on the gather stream, before and after.
             with streams.gathering():
-                tap.gathering = ((held, unit.state is _SECONDARY), log.host(), log.mark())
+                tap.launching = ((held, unit.state is _SECONDARY), log.host(), log.mark())
         else:
-            tap.gathering = ((held, unit.state is _SECONDARY), log.host(), log.mark())
+            tap.launching = ((held, unit.state is _SECONDARY), log.host(), log.mark())
 
     @override
     def gather_started(self, unit: Unit) -> None:
         tap, log, streams = self._taps.get(unit), self._log, self._streams
         if tap is None:
             return
-        what, launched, begin = tap.gathering
+        what, launched, begin = tap.launching
         end = UNKNOWN
         if streams.stream_ordered:
             with streams.gathering():

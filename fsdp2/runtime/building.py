@@ -22,6 +22,9 @@ from .runtime import Runtime, runtime_of
 from .unit import ORIGINS, Unit, modules_outside, unit_holding, unit_of, units_in
 
 Place = tuple[nn.Module, str]
+# The last of these are the classes of the units and runtimes that are made: `fsdp2.testing` adds
+# its own, which record what they do.
+made_types: list[tuple[type[Unit], type[Runtime]]] = [(Unit, Runtime)]
 
 
 def build_runtime(root_module: nn.Module) -> Runtime:
@@ -66,7 +69,7 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     # order of the tree, which ranks share even if their first forwards run other units (experts).
     for unit in units:
         unit.materialize(streams_for(unit.device))
-    runtime = Runtime(root, units, root.device)
+    runtime = made_types[-1][1](root, units, root.device)
     for unit in units:
         unit.runtime = runtime
     for tell_planned in runtime.on.planned:

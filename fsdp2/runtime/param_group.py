@@ -66,6 +66,7 @@ class ParamGroup:
     """
 
     bucket_type: type[Bucket] = Bucket  # `fsdp2.planning` has one without memory
+    transports_type: type[MeshTransports] = MeshTransports
     num_hosts = staticmethod(num_hosts)  # and knows them of groups that are planned
 
     def __init__(
@@ -497,7 +498,7 @@ class ParamGroup:
         made = {transports.mesh: transports for transports in self.transports}
         for mesh in dict.fromkeys(bucket.mesh for bucket in self.buckets):
             if mesh not in made:
-                made[mesh] = MeshTransports(mesh, self.device, self._config.comm_options)
+                made[mesh] = self.transports_type(mesh, self.device, self._config.comm_options)
         self.transports = [made[bucket.mesh] for bucket in self.buckets]
         if self._reserved_tags[0] < 0:
             # Every bucket has two tags per tensor (gather, reduce) and two for its pack. As many

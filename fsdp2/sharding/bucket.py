@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Protocol
 
@@ -36,10 +36,13 @@ OWN_PIECE_MIN_BYTES = 1024 * 1024
 FREE_MIN_BYTES = 16 * 1024
 
 
+# The last of these changes the size of every storage; `fsdp2.testing` adds one that records it.
+resizers: list[Callable[[torch.UntypedStorage, int], object]] = [torch.UntypedStorage.resize_]
+
+
 def resize(storage: torch.UntypedStorage, nbytes: int) -> None:
     """Give ``storage`` memory, of the current stream, or (0) take it away."""
-    # Every change of a storage's size goes through here, where `fsdp2.testing` records it.
-    storage.resize_(nbytes)
+    resizers[-1](storage, nbytes)
 
 
 class Segments:

@@ -36,11 +36,11 @@ class GradientLostError(RuntimeError):
 class Record:
     """The gradients of one parameter: the micro-batches in each place."""
 
-    __slots__ = (*PLACES, "attaching", "lost", "num_reduced", "param", "seen", "shard", "watching")
+    __slots__ = (*PLACES, "attaching", "lost", "num_reduced", "param", "seen", "watching", "whose")
 
     def __init__(self, param: ShardedParam) -> None:
         self.param = param
-        self.shard = id(param.sharded)  # torch swaps no tensor that has a weak reference
+        self.whose = id(param.sharded)  # torch swaps no tensor that has a weak reference
         self.watching: Any = None  # the handle of the hook on the unsharded parameter
         self.seen: Any = None  # identity and version of its `.grad` when last seen
         self.num_reduced = 0
@@ -282,9 +282,9 @@ def watch(account: Account, unit: Unit, on_made: Any) -> None:
     account.records = {}
     for param in unit.params:
         record = account.records[id(param)] = before.get(id(param)) or Record(param)
-        if record.shard != id(param.sharded):  # a user's, which the old gradients are not of
+        if record.whose != id(param.sharded):  # a user's, which the old gradients are not of
             record.forget()
-            record.shard = id(param.sharded)
+            record.whose = id(param.sharded)
         tensor = param.unsharded
         if tensor is None or record.tensor is tensor:
             continue

@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
+import torch.distributed as dist
+from typing_extensions import override
 
-from ..comm import mesh_transports as transports
-from ..comm import transports as collectives
-from ..comm.streams import simulating
-from ..features.tensor_subclasses import extension
-from ..runtime import unit
+from ..comm.mesh_transports import MeshTransports
+from ..comm.streams import Streams, simulating
+from ..comm.transports import GroupTransport, Transport, make_transport
+from ..runtime.building import made_types
+from ..runtime.param_group import ParamGroup
 from ..runtime.reduction import Reduction
 from ..runtime.runtime import Runtime
-from ..sharding import bucket as storage
+from ..runtime.unit import Unit
+from ..runtime.unit_grads import UnitGrads
+from ..sharding.bucket import Bucket, GradientStore, resizers
 from ..transports.host.exchange import Exchange
 from .trace import RecordedGroup, Recorder
+
+
+@dataclass(frozen=True)
+class _Recording:
+    """A recorder, and the arguments of `recording`."""
+
+    recorder: Recorder
+    host_ordered: bool
+    offload: bool
+    exchange: bool
+
+
+_recordings: list[_Recording] = []  # the last one records
 
 
 @contextmanager
@@ -51,77 +67,78 @@ def recording(
     """
     recorder = Recorder(host_ordered=host_ordered)
     with ExitStack() as stack:
-        patch = lambda *args: stack.enter_context(mock.patch.object(*args))  # noqa: E731
-        if host_ordered:
-            patch(transports, "make_transport", _messages(recorder, exchange))
-        else:
+        if not host_ordered:
             stack.enter_context(simulating(recorder.device))
-        if offload:
-            device = torch.device("cpu", 0)
-            patch(importlib.import_module("fsdp2.api.arguments"), "device_of", lambda _: device)
-            for name in ("shard_from", "gradient_store"):
-                patch(storage.Bucket, name, _on_host(recorder, getattr(storage.Bucket, name)))
-        patch(storage, "resize", recorder.resize)
-        patch(extension, "resize", recorder.resize)
-        patch(Reduction, "launch", _holding(recorder, Reduction.launch))
-        for cls, name in _MARKED:
-            patch(cls, name, _marking(recorder, getattr(cls, name)))
+        made = _Recording(recorder, host_ordered, offload, exchange)
+        ours: Any
+        for seam, ours in (
+            (_recordings, made),
+            (made_types, (_Unit, _Runtime)),
+            (resizers, recorder.resize),
+        ):
+            seam.append(ours)
+            stack.callback(seam.pop)
         stack.callback(recorder.close)
         stack.enter_context(recorder)
         yield recorder
 
 
-_MARKED = (
-    (unit.Unit, "start_unshard"),
-    (unit.Unit, "reshard"),
-    (Runtime, "pre_forward"),
-    (Runtime, "post_forward"),
-    (Runtime, "pre_backward"),
-    (Runtime, "post_backward"),
-    (Runtime, "reduce"),
-    (Runtime, "end_backward"),
-)
+def _mark(name: str, unit: Unit | None, call: Callable[[], None]) -> None:
+    """Call it, with a mark before and after it."""
+    recorder, subject = _recordings[-1].recorder, "" if unit is None else unit.name
+    recorder.mark(f"{name} begins", subject)
+    call()
+    recorder.mark(f"{name} ends", subject)
 
 
-def _marking(recorder: Recorder, method: Callable) -> Callable:
-    """``method`` with marks before and after it, with its name and that of the unit."""
-    name = method.__name__
+class _Transports(MeshTransports):
+    @override
+    @staticmethod
+    def make(
+        group: dist.ProcessGroup, device: torch.device, *, sum_only: bool = False
+    ) -> Transport:
+        made = _recordings[-1]
+        if not made.host_ordered:
+            return make_transport(group, device, sum_only=sum_only)
+        recorded: Any = RecordedGroup(made.recorder, group)  # whose collectives are messages
+        if made.exchange:
+            return Exchange(recorded)
+        return GroupTransport(recorded, device, sum_only=sum_only)
 
-    @wraps(method)
-    def marked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        of = self if isinstance(self, unit.Unit) else args[0] if args else None
-        subject = "" if of is None else of.name
-        recorder.mark(f"{name} begins", subject)
-        result = method(self, *args, **kwargs)
-        recorder.mark(f"{name} ends", subject)
-        return result
 
-    return marked
+class _Bucket(Bucket):
+    """Tells where it allocates host memory: where shards are offloaded."""
 
+    @override
+    def shard_from(self, sources: Sequence[torch.Tensor], *, whole: bool) -> None:
+        with self._making():
+            super().shard_from(sources, whole=whole)
 
-def _on_host(recorder: Recorder, method: Callable) -> Callable:
-    """A method of `Bucket` that allocates host memory if shards are offloaded."""
+    @override
+    def gradient_store(self, detached: Collection[int] | None) -> GradientStore:
+        with self._making():
+            return super().gradient_store(detached)
 
-    @wraps(method)
-    def making(self: storage.Bucket, *args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def _making(self) -> Iterator[None]:
+        recorder = _recordings[-1].recorder
         recorder.making_host_memory = self.shard_device != self.device
         try:
-            return method(self, *args, **kwargs)
+            yield
         finally:
             recorder.making_host_memory = False
 
-    return making
 
+class _Reduction(Reduction):
+    """Must not overwrite sharded gradients that are still needed: those that are attached, and
+    those that a reduction in flight is writing."""
 
-def _holding(recorder: Recorder, launch: Callable) -> Callable:
-    """`Reduction.launch`, which must not overwrite sharded gradients that are still needed: those
-    that are attached, and those that a reduction in flight is writing."""
-
-    @wraps(launch)
-    def holding(self: Reduction, *args: Any, **kwargs: Any) -> None:
-        bucket, store = self.bucket, self.bucket.grads
+    @override
+    def launch(self, streams: Streams) -> None:
+        recorder, bucket, store = _recordings[-1].recorder, self.bucket, self.bucket.grads
         if store is None or not store.storage.size():
-            return launch(self, *args, **kwargs)
+            super().launch(streams)
+            return
         held = [
             local
             for i, (param, local) in enumerate(zip(bucket.params, store.locals, strict=True))
@@ -130,20 +147,63 @@ def _holding(recorder: Recorder, launch: Callable) -> Callable:
         recorder.hold("a gradient", held, also=[store.flat])
         del held  # references are counted
         try:
-            return launch(self, *args, **kwargs)
+            super().launch(streams)
         finally:
             recorder.hold("a gradient", (), also=[store.flat])
 
-    return holding
+
+class _ParamGroup(ParamGroup):
+    bucket_type = _Bucket
+    transports_type = _Transports
 
 
-def _messages(recorder: Recorder, exchange: bool) -> Callable:
-    """`make_transport` for groups whose collectives are recorded."""
+class _UnitGrads(UnitGrads):
+    reduction_type = _Reduction
 
-    def make(group: Any, device: torch.device, *, sum_only: bool = False) -> collectives.Transport:
-        recorded: Any = RecordedGroup(recorder, group)
-        if exchange:
-            return Exchange(recorded)
-        return collectives.GroupTransport(recorded, device, sum_only=sum_only)
 
-    return make
+class _Unit(Unit):
+    """Marks its gathers and frees."""
+
+    param_group_type = _ParamGroup
+    grads_type = _UnitGrads
+
+    def __init__(self, modules: Any, mesh: Any, device: torch.device, config: Any) -> None:
+        if _recordings[-1].offload:
+            device = torch.device("cpu", 0)  # other than that of offloaded shards
+        super().__init__(modules, mesh, device, config)
+
+    @override
+    def start_unshard(self, streams: Streams) -> None:
+        _mark("start_unshard", self, partial(super().start_unshard, streams))
+
+    @override
+    def reshard(self, streams: Streams, **how: Any) -> None:
+        _mark("reshard", self, partial(super().reshard, streams, **how))
+
+
+class _Runtime(Runtime):
+    """Marks what it does with units."""
+
+    @override
+    def pre_forward(self, unit: Unit, *given: Any) -> None:
+        _mark("pre_forward", unit, partial(super().pre_forward, unit, *given))
+
+    @override
+    def post_forward(self, unit: Unit, **how: Any) -> None:
+        _mark("post_forward", unit, partial(super().post_forward, unit, **how))
+
+    @override
+    def pre_backward(self, unit: Unit, *given: Any, **how: Any) -> None:
+        _mark("pre_backward", unit, partial(super().pre_backward, unit, *given, **how))
+
+    @override
+    def post_backward(self, unit: Unit) -> None:
+        _mark("post_backward", unit, partial(super().post_backward, unit))
+
+    @override
+    def reduce(self, unit: Unit, **how: Any) -> None:
+        _mark("reduce", unit, partial(super().reduce, unit, **how))
+
+    @override
+    def end_backward(self) -> None:
+        _mark("end_backward", None, super().end_backward)

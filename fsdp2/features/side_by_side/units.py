@@ -43,8 +43,8 @@ def place_side_by_side(units: Sequence[Unit], asked: set[int]) -> None:
 
 
 def _may_move(bucket: Bucket) -> bool:
-    # Subclasses of buckets have memory of other kinds. Pinned memory has an arena of its own.
-    if type(bucket) is not Bucket or bucket.is_meta or bucket.pin_memory or bucket.place:
+    # Some parameters decide what memory they have. Pinned memory has an arena of its own.
+    if bucket.params[0].extension or bucket.is_meta or bucket.pin_memory or bucket.place:
         return False
     nbytes = bucket.shards.nbytes
     small = 0 < nbytes <= min(NEIGHBOURS_BYTES // 2, FREE_MIN_BYTES * len(bucket.params))
