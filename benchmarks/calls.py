@@ -15,6 +15,7 @@ of operators too, and those are counted.
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -129,12 +130,15 @@ def called_by(function: Callable[[], None]) -> tuple[Counter[str], Counter[str]]
         elif event == "c_call":
             c[argument.__qualname__] += 1
 
-    before = sys.getprofile()
+    before, collects = sys.getprofile(), gc.isenabled()
+    gc.disable()  # a collection calls finalizers, and what other tests have put in `gc.callbacks`
     sys.setprofile(note)
     try:
         function()
     finally:
         sys.setprofile(before)
+        if collects:
+            gc.enable()
     return python, c
 
 
