@@ -8,6 +8,7 @@ from torch import nn
 from .api import comm_settings, library_methods, torch_errors
 from .api.module import add_methods
 from .features import (
+    deferred_weight_grads,
     double_backward,
     finalization,
     frozen_cache,
@@ -18,6 +19,7 @@ from .features import (
     partial_gradients,
     spmd_types,
     steps_in_backward,
+    unused_parameters,
 )
 from .features.early_free import early_free
 from .features.side_by_side import units as side_by_side
@@ -32,7 +34,8 @@ from .transports.host import exchange
 # (Imports come in alphabetical order.)
 PARTS = (
     *(custom, compressed, exchange),
-    *(early_free, finalization, gather_budget, frozen_cache, functional_call),
+    *(early_free, deferred_weight_grads, unused_parameters, finalization),
+    *(gather_budget, frozen_cache, functional_call),
     *(parameter_hooks, spmd_types, extension),
     *(partial_gradients, double_backward, middle, side_by_side, steps_in_backward),
     *(first_forward, initial_values, gathered_writes, optimizer_checks, requested_gradients),
@@ -56,6 +59,7 @@ class PartMethods(nn.Module):
         comm_settings.set_allocate_memory_from_process_group_for_comm
     )
     set_symm_mem_for_comm = comm_settings.set_symm_mem_for_comm
+    set_reduce_scatter_unused_params = unused_parameters.set_reduce_scatter_unused_params
     # What stays gathered, and for how long.
     set_max_gathered_bytes = gather_budget.set_max_gathered_bytes
     set_keep_frozen_gathered = frozen_cache.set_keep_frozen_gathered

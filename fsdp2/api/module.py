@@ -106,12 +106,8 @@ class FSDPModule(_Base):
         units = self._units(recurse)
         for unit in units:
             unit.config.set_sync(requires_gradient_sync)
-        # Pipeline schedules call this before each backward. Weight gradients that they computed
-        # separately since the last one called no hook: they are picked up before others are added.
-        if not requires_gradient_sync:
-            for unit in units:
-                if unit.runtime is not None:
-                    runtime_of(unit).take_weight_gradients(unit)
+        for tell in registry.on.setting_changed:
+            tell(units, "sync_grads", requires_gradient_sync)
 
     def set_accumulate_sharded(self, accumulate_sharded: bool, *, recurse: bool = True) -> None:
         """Set whether backwards without gradient sync accumulate sharded gradients.
@@ -229,10 +225,8 @@ class FSDPModule(_Base):
         units = self._units(recurse)
         for unit in units:
             unit.config.reshard_after_backward = reshard_after_backward
-        if not reshard_after_backward:
-            for unit in reversed(units):  # in the order in which backward will want them
-                if unit.runtime is not None:
-                    runtime_of(unit).gather_for_backward(unit)
+        for tell in registry.on.setting_changed:
+            tell(units, "reshard_after_backward", reshard_after_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Set whether gathered parameters keep their memory, and so their addresses, when freed.
@@ -298,21 +292,6 @@ class FSDPModule(_Base):
         Use False for modules whose backward does not read their parameters, such as embeddings.
         """
         unit_of(self).config.unshard_in_backward = unshard_in_backward
-
-    def set_reduce_scatter_unused_params(
-        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
-    ) -> None:
-        """Set whether parameters without a gradient are reduced as zeros.
-
-        For ranks that use different parameters (experts, modalities): all ranks must reduce the
-        same parameters of a unit. Units that did not run at all take part at the end of backward.
-
-        Args:
-            reduce_scatter_unused_params: must be equal on all ranks.
-            recurse: whether to set it for sharded submodules too.
-        """
-        for unit in self._units(recurse):
-            unit.config.reduce_unused = reduce_scatter_unused_params
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Make the next gathers wait for ``event`` only, not for all queued work.

@@ -105,7 +105,7 @@ class GatherBudget(TreePart):
     def unit_kept(self, unit: Unit, forward: Forward | None) -> None:
         """Let its modules hold shards, so that it may be freed: see the note above."""
         runtime = self.runtime
-        is_read = unit.running or unit.weight_grads_deferred or runtime.creates_graph
+        is_read = unit.running or unit.is_read_outside or runtime.creates_graph
         if not is_read and runtime.schedule.root is not unit:
             unit.register_sharded()
 
@@ -192,7 +192,7 @@ class GatherBudget(TreePart):
 
     def _may_free(self, unit: Unit, needed: Unit | None) -> bool:
         """Whether ``unit``, which is gathered, is not in use: see the note above."""
-        if unit.running or unit.backward_began or unit.weight_grads_deferred:
+        if unit.running or unit.backward_began or unit.is_read_outside:
             return False
         if self.runtime.creates_graph:
             return False  # a second backward may read any of them
@@ -232,7 +232,7 @@ class GatherBudget(TreePart):
             return "its backward is not over"
         if self.runtime.creates_graph:
             return "kept for a second backward"
-        if unit.weight_grads_deferred:
+        if unit.is_read_outside:
             return "its weight gradients are still to be computed"
         return "recomputing" if unit.recomputed else "its modules hold gathered parameters"
 

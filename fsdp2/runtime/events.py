@@ -56,6 +56,9 @@ class UnitPart:
     def before_setting(self, unit: Unit, name: str, value: object) -> None:
         """A setting of ``unit`` is about to change; this may refuse."""
 
+    def setting_changed(self, units: Sequence[Unit], name: str, value: object) -> None:
+        """A setting that schedules change before each backward is ``value`` for ``units`` now."""
+
 
 class TreePart:
     """A part of the runtime of one tree. It overrides the events that it wants to hear."""
@@ -165,6 +168,9 @@ class TreePart:
     def gradients_dropped(self, unit: Unit) -> None:
         """Gradients of ``unit`` that were in no ``.grad`` yet are gone, as a caller wanted."""
 
+    def backward_reduced(self) -> None:
+        """All reductions of this backward were launched; nothing that is kept was freed yet."""
+
     def iteration_ends(self) -> None:
         """All ``.grad`` are complete."""
 
@@ -218,6 +224,7 @@ class UnitEvents(_Hearers):
     before_tree: tuple[Callable[[nn.Module, Unit, Sequence[Unit]], None], ...]
     before_materialize: tuple[Callable[[Sequence[Unit]], None], ...]
     before_setting: tuple[Callable[[Unit, str, object], None], ...]
+    setting_changed: tuple[Callable[[Sequence[Unit], str, object], None], ...]
 
 
 class TreeEvents(_Hearers):
@@ -250,6 +257,7 @@ class TreeEvents(_Hearers):
     before_completion: tuple[Callable[[Unit, Reduction], None], ...]
     reduction_completed: tuple[Callable[[Unit, Reduction], None], ...]
     gradients_dropped: _OfUnit
+    backward_reduced: _OfTree
     iteration_ends: _OfTree
     graph_created: _OfTree
     backward_ends: _OfTree

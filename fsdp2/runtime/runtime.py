@@ -83,7 +83,6 @@ class Runtime:
         self.in_backward = False
         self._adds_to_reductions = False
         self.computed_on = self.streams.compute
-        self._accumulates = False  # whether this backward accumulates gradients of any unit
         self._end: weakref.ref[object] = weakref.ref(self)  # dead once a backward is over or raised
         self.creates_graph = False
         self.num_backwards = 0
@@ -175,9 +174,6 @@ class Runtime:
         for other in self.units:
             if other.state is not State.SHARDED or self.on.before_reuse:
                 self.free_written(other)
-        for other in self.units:
-            if other.weight_grads_deferred:
-                self.take_weight_gradients(other)
         self.release_gradients()
 
     def release_gradients(self) -> None:
@@ -291,9 +287,7 @@ class Runtime:
         Args:
             forward: the forward that backward has reached.
             accumulates: whether this run of autograd accumulates gradients of the unit's
-                parameters. If not (``autograd.grad``), another run may compute them, and the user
-                assign them: zero-bubble pipelines do. No hook is called there. None: none are
-                trained.
+                parameters: ``autograd.grad`` does not. None: none are trained.
         """
         if self.in_backward and self._end() is None:
             self.reset()  # an earlier backward raised, and no forward ran since
@@ -312,11 +306,6 @@ class Runtime:
                 unit.unshard(self.streams)
             return
         unit.backward_began, unit.entered_in = True, self.num_backwards
-        if accumulates is False:
-            unit.weight_grads_deferred = True
-        elif unit.weight_grads_deferred and self.ends_iteration:
-            unit.weight_grads_deferred = False
-        self._accumulates |= bool(accumulates)
         if not config.reduce_grads or unit.gradients.sums:
             unit.gradients.sum_in_reduce_dtype(wanted=not config.reduce_grads)
         if unit is self._carried_unit:
@@ -361,7 +350,6 @@ class Runtime:
                 group.follow_freezing(midway=True)
         # Those of earlier backwards of the iteration cannot be told from this one's any more.
         self._adds_to_reductions = bool(self.reductions)
-        self._accumulates = False
         self.computed_on = self.streams.compute
         self.creates_graph = torch.is_grad_enabled()  # autograd sets it so for hooks
         self.num_backwards += 1
@@ -513,16 +501,11 @@ class Runtime:
                         unit.plan_anew(self.streams)  # no forward of it has, since a change
                     self.reduce(unit, final=True)
                 unit.reduced = False
-            if config.reduce_unused and (self.ends_iteration or not self._accumulates):
-                # Ranks come to other units, and must agree on what may be freed.
-                unit.weight_grads_deferred = not self._accumulates
-                if not self._accumulates and unit.state is State.UNSHARDED:
-                    unit.register_unsharded()
             unit.backward_began = False
             gradients.holds_earlier = leave or not config.reduce_grads
-            if config.reduce_unused:
-                gradients.note_trained()
             gradients.holds_partial_sums = not config.all_reduce_grads
+        for tell in self.on.backward_reduced:
+            tell()
 
     def complete_iteration(self) -> None:
         """Wait for the reductions. Afterwards users may look at ``.grad``."""
@@ -568,13 +551,6 @@ class Runtime:
 
     # -- outside of a step --------------------------------------------------------------------
 
-    def take_weight_gradients(self, unit: Unit) -> None:
-        """Reduce, or add up in the dtype of the reduction, what no hook has seen."""
-        if not (unit.weight_grads_deferred and unit.gradients.has_whole()):
-            return
-        # Other ranks may have none: they meet at the end of the next backward with a reduction.
-        self.reduce(unit, keep=unit.config.reduce_unused)
-
     def unshard_for_user(self, unit: Unit) -> None:
         """Start a gather that the user called for."""
         self.streams.before_gathers(self.optimizer_event)
@@ -582,26 +558,6 @@ class Runtime:
             self.free_written(unit)
             unit.start_unshard(self.streams)
         unit.hooks.notice_accumulation()  # parameters may be used without a forward of the unit
-
-    def gather_for_backward(self, unit: Unit) -> None:
-        """Register the unsharded parameters between forward and backward, and start the gather.
-
-        Backward waits for it. But where weight gradients are computed separately no hook is called,
-        so there this call waits.
-        """
-        if self.ends_iteration or self.in_backward:
-            return
-        deferred = any(other.weight_grads_deferred for other in self.units)
-        if not deferred and not self.schedule.outstanding:
-            return
-        if deferred:
-            unit.unshard(self.streams)
-            return
-        if unit.state is State.PARTLY_FREED:
-            unit.reshard(self.streams)
-        if unit.state in RESHARDED:
-            unit.start_unshard(self.streams)
-        unit.register_unsharded()
 
     def wait_unshard(self, unit: Unit) -> None:
         outside_torch_modes(unit.unshard, self.streams)

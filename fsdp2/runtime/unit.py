@@ -190,7 +190,7 @@ class Unit:
         self.backward_began = False
         self.entered_in = 0  # which backward of the tree reached it last
         self.recomputed = False  # gathered in backward, to recompute activations
-        self.weight_grads_deferred = False  # see `Runtime.pre_backward`
+        self.is_read_outside = False  # what is gathered, where no hook is called
         self.has_graph = False  # the forward that ended last
         self.recomputes_all = False  # forward without gradients, recomputed whole in backward
         self.reduced = False  # whether this backward has reduced anything of this unit

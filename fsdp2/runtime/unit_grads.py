@@ -45,7 +45,6 @@ class UnitGrads:
         self._param_group = param_group
         self._config = config
         self.local_gradient: Callable[[Bucket, int, torch.Tensor], torch.Tensor] = _local_gradient
-        self._trained: set[ShardedParam] = set()  # see `note_trained`
         self.sums = False
         self.holds_earlier = False
         self.holds_partial_sums = False
@@ -162,13 +161,6 @@ class UnitGrads:
                     unsharded.grad = grad.detach().to(bucket.reduce_dtype)
                     self.sums = True
 
-    def note_trained(self) -> None:
-        """At the end of a backward: other ranks may hold gradients of what users freeze next."""
-        if self.holds_earlier:
-            self._trained.update(p for p in self._param_group.params if p.sharded.requires_grad)
-        else:
-            self._trained.clear()
-
     def forget(self, param: ShardedParam) -> None:
         """Drop the gradient of ``param``, in whose place something else is."""
         if param.unsharded is not None:
@@ -193,7 +185,6 @@ class UnitGrads:
     def drop(self) -> None:
         """Drop every gradient that is in no ``.grad`` of a sharded parameter yet."""
         self.holds_earlier = self.holds_partial_sums = False
-        self._trained.clear()
         for param in self._param_group.params:
             if param.unsharded is not None:
                 param.unsharded.grad = None
@@ -213,9 +204,7 @@ class UnitGrads:
         param_group, config = self._param_group, self._config
         reductions = []
         for index, (bucket, grads) in enumerate(zip(param_group.buckets, taken, strict=True)):
-            if config.reduce_unused:
-                self._fill_unused(bucket, grads)
-            if grads and self._follows_autograd(bucket):
+            if grads and self.follows_autograd(bucket):
                 # Before the reduction is made: it takes its dtypes, and ``.grad``, from the bucket.
                 bucket.widen(grads.values())
             present: Collection[int] = grads.keys()
@@ -240,26 +229,12 @@ class UnitGrads:
             )
         return reductions
 
-    def _follows_autograd(self, bucket: Bucket) -> bool:
+    def follows_autograd(self, bucket: Bucket) -> bool:
         """Whether gradients are reduced in the dtype that autograd makes (``grad_dtype`` None)."""
         param = bucket.params[0]
         if self._config.mp_policy.reduce_dtype is not None:
             return False
         return param.grad_dtype_is_set and param.grad_dtype is None and param.sharded.requires_grad
-
-    def _fill_unused(self, bucket: Bucket, grads: dict[int, torch.Tensor]) -> None:
-        """Add zeros for parameters that only other ranks have used: those wait for this rank."""
-        if self._follows_autograd(bucket):
-            raise ValueError(
-                "Reducing unused parameters with grad_dtype=None requires an explicit "
-                "MixedPrecisionPolicy.reduce_dtype so that every rank can build zero gradients of "
-                f"the same dtype: {', '.join(p.fqn for p in bucket.params)}. Set reduce_dtype to "
-                "the dtype its gradients already have"
-            )
-        dtype = next(iter(grads.values())).dtype if grads else bucket.gather_dtype
-        for i, param in enumerate(bucket.params):
-            if i not in grads and (param.sharded.requires_grad or param in self._trained):
-                grads[i] = torch.zeros(param.full_shape, dtype=dtype, device=bucket.device)
 
 
 def will_run(accumulator: Any) -> bool:

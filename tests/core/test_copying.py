@@ -476,7 +476,7 @@ def test_what_a_copied_unit_keeps_and_what_is_made_anew() -> None:
         "state",
         "_gather_finish", "_gather_event", "_waits_for_gather", "_gathered_plan", "_versions",
         "forwards", "max_forwards", "next_in_backward", "running", "input_nodes", "backward_began",
-        "entered_in", "weight_grads_deferred", "recomputed", "recomputes_all", "has_graph",
+        "entered_in", "is_read_outside", "recomputed", "recomputes_all", "has_graph",
         "reduced",
     }  # fmt: skip
     planned = {
@@ -494,7 +494,7 @@ def test_what_a_copied_unit_keeps_and_what_is_made_anew() -> None:
     assert vars(unit).keys() == kept | mapped | anew
     assert vars(unit.param_group).keys() == planned | given
     gradients = {
-        "local_gradient", "_param_group", "_config", "_trained",
+        "local_gradient", "_param_group", "_config",
         "sums", "holds_earlier", "holds_partial_sums",
     }  # fmt: skip
     assert vars(unit.gradients).keys() == gradients

@@ -103,7 +103,7 @@ FAULTS = (
     ),
     Fault(
         "set_reduce_unused leaves out parameters that this rank did not use",
-        GRADS,
+        "features/unused_parameters.py",
         "if i not in grads and (",
         "if i and i not in grads and (",
         test="tests/core/test_methods.py::test_ranks_that_use_different_parameters_of_a_unit",

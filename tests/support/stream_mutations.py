@@ -15,6 +15,7 @@ from unittest import mock
 from fsdp2.comm import streams as streams_module
 from fsdp2.comm.streams import DeviceStreams
 from fsdp2.comm.transports import GroupTransport, done
+from fsdp2.features.deferred_weight_grads import DeferredWeightGrads
 from fsdp2.features.early_free.early_free import EarlyFree
 from fsdp2.features.early_free.references import References
 from fsdp2.features.frozen_cache import FrozenCache
@@ -319,7 +320,8 @@ def _free_what_is_held(unit: Unit, streams: Any, **_: Any) -> None:
             bucket.free()
 
 
-def _believe_gathered(runtime: Runtime, unit: Unit) -> None:
+def _believe_gathered(part: DeferredWeightGrads, unit: Unit) -> None:
+    runtime = part.runtime
     if runtime.ends_iteration or runtime.in_backward:
         return
     if unit.state is State.SHARDED:
@@ -536,17 +538,17 @@ MUTATIONS: dict[str, Mutation] = {
     "a stage's gather between forward and backward is not waited for": Mutation(
         "pipeline",
         READ,
-        lambda: after(Runtime, "gather_for_backward", lambda _, unit: _drop_in_flight(unit)),
+        lambda: after(DeferredWeightGrads, "gather", lambda _, unit: _drop_in_flight(unit)),
     ),
     "a stage takes what was freed after forward for gathered": Mutation(
-        "pipeline", GONE, lambda: replace(Runtime, "gather_for_backward", _believe_gathered)
+        "pipeline", GONE, lambda: replace(DeferredWeightGrads, "gather", _believe_gathered)
     ),
     "gradients that were computed apart are reduced without a wait for them": Mutation(
         "pipeline_of_shards",
         READ,
         lambda: inside(
-            Runtime,
-            "take_weight_gradients",
+            DeferredWeightGrads,
+            "reduce",
             lambda: replace(D, "reducing", lambda self, **_: self.module.stream(self.reduce)),
         ),
     ),
@@ -554,8 +556,8 @@ MUTATIONS: dict[str, Mutation] = {
         "pipeline_of_shards",
         FREED,
         lambda: inside(
-            Runtime,
-            "take_weight_gradients",
+            DeferredWeightGrads,
+            "reduce",
             lambda: after(Reduction, "launch", _forget_gradients),
         ),
     ),

@@ -15,7 +15,7 @@ import pytest
 
 import trace_hashes
 from fsdp2.comm.streams import DeviceStreams
-from fsdp2.runtime.runtime import Runtime
+from fsdp2.features.deferred_weight_grads import DeferredWeightGrads
 from fsdp2.runtime.unit import Unit
 from fsdp2.testing import Violation, check
 from harness import ours_only
@@ -148,21 +148,21 @@ def test_stages_of_zero_bubble_pipelines_ordered_by_the_host(host: str) -> None:
 def test_pipelines_reach_what_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients that no hook has seen are reduced, and added up; gathers happen in between."""
     seen: Counter[str] = Counter()
-    gather, take = Runtime.gather_for_backward, Runtime.take_weight_gradients
+    gather, reduce = DeferredWeightGrads.gather, DeferredWeightGrads.reduce
 
-    def counted_gather(self: Runtime, unit: Unit) -> None:
+    def counted_gather(self: DeferredWeightGrads, unit: Unit) -> None:
         before = unit.state
         gather(self, unit)
-        deferred = any(other.weight_grads_deferred for other in unit.runtime.units)
+        deferred = any(other.is_read_outside for other in unit.runtime.units)
         seen["gathered apart"] += deferred and before is not unit.state
 
-    def counted_take(self: Runtime, unit: Unit) -> None:
-        there = unit.weight_grads_deferred and unit.gradients.has_whole()
-        take(self, unit)
+    def counted_reduce(self: DeferredWeightGrads, unit: Unit) -> None:
+        there = unit.is_read_outside and unit.gradients.has_whole()
+        reduce(self, unit)
         seen["reduced" if unit.config.reduce_grads else "added up"] += there
 
-    monkeypatch.setattr(Runtime, "gather_for_backward", counted_gather)
-    monkeypatch.setattr(Runtime, "take_weight_gradients", counted_take)
+    monkeypatch.setattr(DeferredWeightGrads, "gather", counted_gather)
+    monkeypatch.setattr(DeferredWeightGrads, "reduce", counted_reduce)
     for seed in range(8):
         violations(pipelined(plan_of(seed), seed))
     assert min(seen[key] for key in ("gathered apart", "reduced", "added up")) >= 3, seen

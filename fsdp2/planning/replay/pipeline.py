@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from typing_extensions import override
 
+from ...features.deferred_weight_grads import DeferredWeightGrads
 from ...features.finalization import Finalization
 from ...runtime.states import RESHARDED
 from ...runtime.unit import Forward
@@ -209,8 +210,10 @@ class StagePlayer(Player):
                 unit.config.reshard_after_backward = False
                 unit.config.set_sync(False)
             if action.part and self._phases[True][phase]:
+                part = self.runtime.part(DeferredWeightGrads)
+                assert part is not None
                 for unit in reversed(self.units):
-                    self.runtime.gather_for_backward(unit)
+                    part.gather(unit)
         self._play(self._phases[number in self._is_split][phase])
         if not action.is_forward:
             self.runtime.end_backward()

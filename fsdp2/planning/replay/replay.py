@@ -17,6 +17,7 @@ from typing_extensions import override
 from ...api.shard_model import offload_beyond
 from ...comm.mesh_transports import CommOptions
 from ...comm.streams import DeviceStreams, Streams
+from ...features.deferred_weight_grads import DeferredWeightGrads
 from ...features.finalization import Finalization
 from ...features.gather_budget import GatherBudget
 from ...policy import CPUOffloadPolicy
@@ -310,7 +311,7 @@ def _set_prefetch(
 class _ReplayRuntime(Runtime):
     """The runtime, driven without autograd."""
 
-    registry = Registry(CountedEarlyFree, Finalization, GatherBudget)
+    registry = Registry(CountedEarlyFree, DeferredWeightGrads, Finalization, GatherBudget)
 
     @override
     def begin_backward(self) -> None:

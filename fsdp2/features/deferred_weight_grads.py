@@ -1,0 +1,114 @@
+"""Weight gradients that a schedule computes apart from those of inputs: zero-bubble pipelines.
+
+``autograd.grad`` for the inputs of a stage accumulates nothing in its units. Another run computes
+the weight gradients later, and the schedule assigns them to the unsharded parameters: no hook of
+the unit is called. So what is gathered stays in use (`Unit.is_read_outside`), and gradients are
+looked for when the next forward or backward of the tree begins, or at the end of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from typing_extensions import override
+
+from ..runtime.events import TreePart, UnitPart, registry
+from ..runtime.runtime import Runtime, runtime_of
+from ..runtime.states import RESHARDED, State
+from ..runtime.unit import Forward, Unit
+
+
+class DeferredWeightGrads(TreePart):
+    """Reduces weight gradients of which no hook has told."""
+
+    runtime: Runtime
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime)
+        self._accumulates = False  # whether this backward accumulates gradients of any unit
+
+    @override
+    def backward_begins(self) -> None:
+        self._accumulates = False
+
+    @override
+    def backward_enters(
+        self, unit: Unit, forward: Forward | None, accumulates: bool | None
+    ) -> None:
+        if unit.backward_began:
+            return  # at another output
+        if accumulates is False:
+            unit.is_read_outside = True
+        elif unit.is_read_outside and self.runtime.ends_iteration:
+            unit.is_read_outside = False
+        self._accumulates |= bool(accumulates)
+
+    @override
+    def root_forward_begins(self) -> None:
+        for unit in self.runtime.units:
+            self.reduce(unit)
+
+    @override
+    def backward_reduced(self) -> None:
+        """With unused parameters reduced, ranks come to other units, and must agree on what may be
+        freed."""
+        if self._accumulates and not self.runtime.ends_iteration:
+            return
+        for unit in self.runtime.units:
+            if unit.config.reduce_unused:
+                unit.is_read_outside = not self._accumulates
+                if not self._accumulates and unit.state is State.UNSHARDED:
+                    unit.register_unsharded()
+
+    def reduce(self, unit: Unit) -> None:
+        """Reduce, or add up in the dtype of the reduction, what no hook has seen."""
+        if unit.is_read_outside and unit.gradients.has_whole():
+            # Other ranks may have none: they meet at the end of the next backward with a reduction.
+            self.runtime.reduce(unit, keep=unit.config.reduce_unused)
+
+    def gather(self, unit: Unit) -> None:
+        """Register the unsharded parameters between forward and backward, and start the gather.
+
+        Backward waits for it. But where weight gradients are computed apart no hook is called, so
+        there this call waits.
+        """
+        runtime = self.runtime
+        if runtime.ends_iteration or runtime.in_backward:
+            return
+        if any(other.is_read_outside for other in runtime.units):
+            unit.unshard(runtime.streams)
+            return
+        if not runtime.schedule.outstanding:
+            return
+        if unit.state is State.PARTLY_FREED:
+            unit.reshard(runtime.streams)
+        if unit.state in RESHARDED:
+            unit.start_unshard(runtime.streams)
+        unit.register_unsharded()
+
+
+class _Schedules(UnitPart):
+    """Pipeline schedules change these settings before each backward."""
+
+    @override
+    def setting_changed(self, units: Sequence[Unit], name: str, value: object) -> None:
+        if value:
+            return
+        if name == "sync_grads":
+            # Before other gradients are added to what was computed since the last backward.
+            for unit in units:
+                if part := _part_of(unit):
+                    part.reduce(unit)
+        elif name == "reshard_after_backward":
+            # They ask for ``parameters()`` next, and look for them in the graph.
+            for unit in reversed(units):  # in the order in which backward will want them
+                if part := _part_of(unit):
+                    part.gather(unit)
+
+
+def _part_of(unit: Unit) -> DeferredWeightGrads | None:
+    return None if unit.runtime is None else runtime_of(unit).part(DeferredWeightGrads)
+
+
+registry.add(DeferredWeightGrads)
+registry.add(_Schedules())
