@@ -11,7 +11,8 @@ from torch import nn
 from typing_extensions import override
 
 from ..comm.streams import device_module
-from ..runtime.building import build_runtime, follow_modules, name_units
+from ..features.replaced_params import follow_modules
+from ..runtime.building import build_runtime, name_units
 from ..runtime.events import registry
 from ..runtime.hooks import StateDictHooks, UnitHooks, hooks_of
 from ..runtime.runtime import Runtime, last_order, runtime_of

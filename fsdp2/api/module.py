@@ -380,7 +380,8 @@ class FSDPModule(_Base):
             tell(unit, fn, own_modules(self, recurse))
         before = unit.param_group.where_shards_are()
         result = super()._apply(fn, recurse)
-        unit.param_group.adopt_replaced({})
+        for follow in registry.on.params_assigned:
+            follow(unit, True)
         unit.param_group.attach_gradients(kept)
         # The Parameter objects stay the same where their local tensors are new ones, outside of
         # the storage of the bucket. A ``.to`` that changes nothing costs nothing, and may stand

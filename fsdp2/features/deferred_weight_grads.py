@@ -15,7 +15,7 @@ from typing_extensions import override
 from ..runtime.events import TreePart, UnitPart, registry
 from ..runtime.runtime import Runtime, runtime_of
 from ..runtime.states import RESHARDED, State
-from ..runtime.unit import Forward, Unit
+from ..runtime.unit import Unit
 
 
 class DeferredWeightGrads(TreePart):
@@ -23,42 +23,18 @@ class DeferredWeightGrads(TreePart):
 
     runtime: Runtime
 
-    def __init__(self, runtime: Runtime) -> None:
-        super().__init__(runtime)
-        self._accumulates = False  # whether this backward accumulates gradients of any unit
-
     @override
-    def backward_begins(self) -> None:
-        self._accumulates = False
-
-    @override
-    def backward_enters(
-        self, unit: Unit, forward: Forward | None, accumulates: bool | None
-    ) -> None:
-        if unit.backward_began:
-            return  # at another output
+    def gradients_apart(self, unit: Unit, accumulates: bool | None) -> None:
         if accumulates is False:
             unit.is_read_outside = True
-        elif unit.is_read_outside and self.runtime.ends_iteration:
+        elif self.runtime.ends_iteration:
             unit.is_read_outside = False
-        self._accumulates |= bool(accumulates)
 
     @override
     def root_forward_begins(self) -> None:
         for unit in self.runtime.units:
-            self.reduce(unit)
-
-    @override
-    def backward_reduced(self) -> None:
-        """With unused parameters reduced, ranks come to other units, and must agree on what may be
-        freed."""
-        if self._accumulates and not self.runtime.ends_iteration:
-            return
-        for unit in self.runtime.units:
-            if unit.config.reduce_unused:
-                unit.is_read_outside = not self._accumulates
-                if not self._accumulates and unit.state is State.UNSHARDED:
-                    unit.register_unsharded()
+            if unit.is_read_outside:
+                self.reduce(unit)
 
     def reduce(self, unit: Unit) -> None:
         """Reduce, or add up in the dtype of the reduction, what no hook has seen."""

@@ -7,12 +7,16 @@ are added here.
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
 from torch import nn
 from typing_extensions import override
 
 from ..runtime.events import TreePart, registry
-from ..runtime.unit import Unit, unit_of, units_in
+from ..runtime.runtime import Runtime, runtime_of
+from ..runtime.states import State
+from ..runtime.unit import Forward, Unit, unit_of, units_in
 from ..runtime.unit_grads import Taken
 from ..sharding.bucket import Bucket
 from ..sharding.param import ShardedParam
@@ -32,10 +36,32 @@ def set_reduce_scatter_unused_params(
     """
     for unit in units_in(self) if recurse else [unit_of(self)]:
         unit.config.reduce_unused = reduce_scatter_unused_params
+        runtime = None if unit.runtime is None else runtime_of(unit)
+        if runtime is not None and runtime.part(UnusedParameters) is None:
+            runtime.add(UnusedParameters(runtime))
 
 
 class UnusedParameters(TreePart):
     """Adds zeros for parameters that only other ranks have used: those wait for this rank."""
+
+    runtime: Runtime
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime)
+        self._accumulated_in = -1  # the last backward that accumulated gradients of any unit
+
+    @override
+    @classmethod
+    def of(cls, runtime: Runtime) -> Self | None:
+        units = runtime.units
+        return cls(runtime) if any(unit.config.reduce_unused for unit in units) else None
+
+    @override
+    def backward_enters(
+        self, unit: Unit, forward: Forward | None, accumulates: bool | None
+    ) -> None:
+        if accumulates and not unit.backward_began:
+            self._accumulated_in = self.runtime.num_backwards
 
     @override
     def gradients_taken(self, unit: Unit, taken: Taken) -> None:
@@ -52,12 +78,19 @@ class UnusedParameters(TreePart):
 
     @override
     def backward_reduced(self) -> None:
-        """Other ranks may hold sums of what users freeze next."""
-        for unit in self.runtime.units:
+        runtime = self.runtime
+        accumulates = self._accumulated_in == runtime.num_backwards
+        for unit in runtime.units:
             if not unit.config.reduce_unused:
                 continue
+            if runtime.ends_iteration or not accumulates:
+                # Ranks come to other units, and must agree on what may be freed.
+                unit.is_read_outside = not accumulates
+                if not accumulates and unit.state is State.UNSHARDED:
+                    unit.register_unsharded()
+            # Other ranks may hold sums of what users freeze next.
             before: frozenset[ShardedParam] = unit.of_parts.get(UnusedParameters, frozenset())
-            trained = (p for p in unit.params if p.sharded.requires_grad)
+            trained = (param for param in unit.params if param.sharded.requires_grad)
             holds = unit.gradients.holds_earlier
             unit.of_parts[UnusedParameters] = before.union(trained) if holds else frozenset()
 

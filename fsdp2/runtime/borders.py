@@ -2,14 +2,12 @@
 
 An input is replaced by a view of itself. The engine reaches the node of that view when the gradient
 of the input is complete: after every operator of the unit that uses it. Unlike the result of an
-autograd function, a view may be changed in place. That takes the node of the view out of the graph;
-the one in its place is known when the forward has ended.
+autograd function, a view may be changed in place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +15,6 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from ..common.pytree import tensors_in
-from .unit_grads import will_run
 
 Grads = Sequence[torch.Tensor | None]
 Leave = Callable[[Grads], None]
@@ -50,19 +47,12 @@ class Crossing:
         self._awaited = 0
         self._backward = -1
 
-    def add(self, node: Any) -> None:
-        """Watch the node of an input."""
-        self._handles.append(node.register_prehook(self._crossed))
+    def watch(self, node: Any, crossed: Leave | None = None) -> None:
+        """Watch ``node``, of an input or of what changed one, with a hook that calls `crossed`."""
+        self._handles.append(node.register_prehook(crossed or self.crossed))
 
-    def add_changed(self, node: Any, after: Any) -> None:
-        """Watch what changed an input in place, which leads to the input's own node."""
-        self._handles.append(after.register_prehook(partial(self._crossed_changed, node)))
-
-    def _crossed_changed(self, before: Any, grads: Grads) -> None:
-        # The node from before the change is in the graph only if something used the input by then.
-        self._crossed(grads, 1 if will_run(before) else 2)
-
-    def _crossed(self, grads: Grads, num_nodes: int = 1) -> None:
+    def crossed(self, grads: Grads, num_nodes: int = 1) -> None:
+        """Backward has come to one node, and will not come to the other ``num_nodes - 1``."""
         if self._backward != self._runtime.num_backwards:
             # Those of inputs that nothing has used are gone. If backward does not come to one of
             # the others, what is left to do is done when it ends.
@@ -70,18 +60,6 @@ class Crossing:
             self._awaited = sum(handle.hooks_dict_ref() is not None for handle in self._handles)
         self._awaited -= num_nodes
         (self._pass_on if self._awaited > 0 else self._leave)(grads)
-
-
-# By the id of the view: its node, and what watches that.
-Marks = dict[int, tuple[Any, RemovableHandle | Crossing]]
-
-
-def mark(marks: Marks, tensor: torch.Tensor, crossing: Crossing) -> torch.Tensor:
-    """A view of one of several inputs, which ``crossing`` watches from now on."""
-    marked = tensor.view_as(tensor)
-    crossing.add(marked.grad_fn)
-    marks[id(marked)] = marked.grad_fn, crossing
-    return marked
 
 
 def watch_base(base: torch.Tensor, inputs: object, enter: Callable[..., None]) -> None:

@@ -50,6 +50,17 @@ class UnitPart:
     def before_tree(self, root_module: nn.Module, root: Unit, units: Sequence[Unit]) -> None:
         """``units`` are about to get a runtime; nothing has changed yet, so this may refuse."""
 
+    def modules_differ(self, root_module: nn.Module, units: Sequence[Unit]) -> None:
+        """Modules of ``root_module`` may hold other parameters than ``units``, all of them sharded,
+        gave them: each has to come to the unit that gathers it wherever it is used."""
+
+    def params_assigned(self, unit: Unit, keep_objects: bool) -> None:
+        """A user may have put parameters into modules of ``unit``.
+
+        Args:
+            keep_objects: an optimizer may hold those of the unit, so only data is to be taken.
+        """
+
     def before_materialize(self, units: Sequence[Unit]) -> None:
         """``units`` know their order and parameters, and nothing has gathered them yet."""
 
@@ -135,6 +146,10 @@ class TreePart:
         Args:
             accumulates: as of `Runtime.pre_backward`.
         """
+
+    def gradients_apart(self, unit: Unit, accumulates: bool | None) -> None:
+        """Backward has entered ``unit`` and does not accumulate its gradients, or what is gathered
+        is read where no hook is called (`Unit.is_read_outside`)."""
 
     def backward_leaves(self, unit: Unit) -> None:
         """The gradients of one forward of ``unit`` are done, and it was freed if it is to be."""
@@ -222,6 +237,8 @@ class UnitEvents(_Hearers):
     after_apply: _OfUnit
     merged: tuple[Callable[[Unit, Sequence[Unit]], None], ...]
     before_tree: tuple[Callable[[nn.Module, Unit, Sequence[Unit]], None], ...]
+    modules_differ: tuple[Callable[[nn.Module, Sequence[Unit]], None], ...]
+    params_assigned: tuple[Callable[[Unit, bool], None], ...]
     before_materialize: tuple[Callable[[Sequence[Unit]], None], ...]
     before_setting: tuple[Callable[[Unit, str, object], None], ...]
     setting_changed: tuple[Callable[[Sequence[Unit], str, object], None], ...]
@@ -248,6 +265,7 @@ class TreeEvents(_Hearers):
     first_gathered: _OfUnit
     backward_begins: _OfTree
     backward_enters: tuple[Callable[[Unit, Forward | None, bool | None], None], ...]
+    gradients_apart: tuple[Callable[[Unit, bool | None], None], ...]
     backward_leaves: _OfUnit
     left_with_graph: tuple[Callable[[Unit, Sequence[torch.Tensor | None]], None], ...]
     before_reduce: _OfUnit

@@ -24,8 +24,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..common.pytree import cast_floating, map_tensors, tensors_in
 from ..dtensor.placement import own_part
-from .borders import Border, Crossing, Entrance, TransformedBorder, mark, watch_base
+from .borders import Border, Crossing, Entrance, TransformedBorder, watch_base
 from .building import build_runtime
+from .events import registry
 from .registration import ModulesChanged
 from .runtime import runtime_of
 from .torch_modes import is_transformed, outside_torch_modes, skip_compile, type_checker
@@ -53,6 +54,10 @@ class UnitHooks:
         found = (kind(unit) for kind in UnitHooks.kinds)
         made = unit.hooks = next(filter(None, found), UnitHooks)(unit)
         return made
+
+    # What is called after forward with its inputs. `Unit.input_nodes` has what stands for them: by
+    # the id of a view its node, and what watches that.
+    input_followers: ClassVar[list[Callable[[UnitHooks, tuple, dict], None]]] = []
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
@@ -182,7 +187,8 @@ class UnitHooks:
         forward = Forward(unit)
         enter = functools.partial(self.enter_backward, forward)
         if unit.input_nodes:
-            self._follow_inputs(args, kwargs)
+            for follow in self.input_followers:
+                follow(self, args, kwargs)
         # Hooks on tensors are lost inside a transform, where a node stays in the graph. That costs
         # the call of an autograd function per output, so only there.
         if is_transformed():
@@ -219,7 +225,8 @@ class UnitHooks:
                 marked = args[0].view_as(args[0])
                 node: Any = marked.grad_fn
                 handle = node.register_prehook(self.leave_backward)
-                self.unit.input_nodes[id(marked)] = node, handle
+                if self.input_followers:
+                    self.unit.input_nodes[id(marked)] = node, handle
                 return (marked,), kwargs
             self._watch_accumulation()
             return args, kwargs
@@ -233,8 +240,12 @@ class UnitHooks:
             border = TransformedBorder if transformed else Border
             all_marked = border.apply(self.leave_backward, *found.values())
         else:
-            marks, crossing = self.unit.input_nodes, self._crossing()
-            all_marked = [mark(marks, tensor, crossing) for tensor in found.values()]
+            crossing = self.crossing()
+            all_marked = [tensor.view_as(tensor) for tensor in found.values()]
+            for marked in all_marked:
+                crossing.watch(marked.grad_fn)
+                if self.input_followers:
+                    self.unit.input_nodes[id(marked)] = marked.grad_fn, crossing
         replaced = dict(zip(found, all_marked, strict=True))
         return map_tensors(lambda t: replaced.get(id(t), t), (args, kwargs))
 
@@ -243,34 +254,9 @@ class UnitHooks:
         plain = type(tensor) is torch.Tensor or type(tensor) is nn.Parameter
         return plain and tensor.layout is torch.strided and not tensor.is_nested
 
-    def _crossing(self) -> Crossing:
+    def crossing(self) -> Crossing:
+        """What tells when backward has left by the last of several nodes."""
         return Crossing(runtime_of(self.unit), self.leave_backward, self.tell_left)
-
-    def _follow_inputs(self, args: tuple, kwargs: dict) -> None:
-        """Watch inputs that the forward has changed in place where they are now in the graph."""
-        # (Those that are not found were replaced by a hook of the user's, or by torch for full
-        # backward hooks: nobody can have changed these views.)
-        marks = self.unit.input_nodes
-        found = marks.pop(id(args[0]), None) if args else None
-        if found is not None and args[0].grad_fn is not found[0]:
-            self._follow(args[0], *found)
-        for tensor in tensors_in((args, kwargs)) if marks else ():
-            found = marks.pop(id(tensor), None)
-            if found is not None and tensor.grad_fn is not found[0]:
-                self._follow(tensor, *found)
-
-    def _follow(self, tensor: torch.Tensor, node: Any, watch: RemovableHandle | Crossing) -> None:
-        base = tensor._base
-        if base is None or base.grad_fn is None:
-            return
-        if isinstance(watch, Crossing):
-            crossing = watch
-        else:
-            watch.remove()
-            crossing = self._crossing()
-            crossing.add(node)
-        # The history of the base goes on with what changed it.
-        crossing.add_changed(node, base.grad_fn)
 
     def enter_backward(self, forward: Forward, grad: Any) -> None:
         """Backward reached an output of the unit, of that ``forward``."""
@@ -372,7 +358,8 @@ def about_to_write(unit: Unit) -> None:
         # would read the shards before they are written.
         runtime.optimizer_event = None
     else:
-        unit.param_group.adopt_replaced({}, keep_objects=False)
+        for tell in registry.on.params_assigned:
+            tell(unit, False)
 
 
 def _is_whole(value: Any, param: DTensor) -> bool:
@@ -456,4 +443,5 @@ class StateDictHooks:
                     states[prefix + name] = own_part(value, param)
 
     def after_load(self, *_: Any) -> None:
-        self.unit.param_group.adopt_replaced({})
+        for tell in registry.on.params_assigned:
+            tell(self.unit, True)

@@ -13,7 +13,6 @@ from operator import attrgetter
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ..comm.mesh_transports import CommOptions, MeshTransports, make_groups
 from ..comm.transports import give_back_tags, take_tags
@@ -21,12 +20,11 @@ from ..dtensor.from_local import local_of
 from ..dtensor.subclasses import inner_tensors
 from ..policy import MixedPrecisionPolicy, OffloadBeyond, hops_of, param_dtype_of, sum_dtype
 from ..sharding.bucket import Bucket, SecondaryShards
-from ..sharding.layout import Slot
 from ..sharding.mesh import DataParallelMesh
-from ..sharding.param import ShardedParam, managed_as
+from ..sharding.param import ShardedParam
 from ..sharding.plans import GatherBatch, GatherPlan, ReducePlan
 from ..sharding.process_groups import num_hosts
-from .registration import Registration, put
+from .registration import Registration
 from .unit_config import UnitConfig
 
 # Parameters of one bucket have the same mesh, dtypes of computation, shards and gradients (set, and
@@ -168,62 +166,6 @@ class ParamGroup:
         """Leave a tied parameter to the unit of a module that contains both its owners."""
         self.params.remove(param)
         self.reshard_storage()
-
-    def forget(self, param: ShardedParam) -> None:
-        """Drop a parameter that no module has any more."""
-        self.params.remove(param)
-
-    def adopt_replaced(
-        self, adopted: dict[nn.Parameter, ShardedParam], *, keep_objects: bool = True
-    ) -> None:
-        """Adopt the parameters that a user put into the modules in place of the sharded ones.
-
-        Parameters of other units, or of other names, stay where they were put: the next forward
-        finds them (`building.follow_modules`).
-
-        Args:
-            adopted: what units of the tree have adopted before, and this one adds to.
-            keep_objects: where shape, dtype and device are unchanged, copy the data and put the old
-                Parameter object back, since an optimizer may hold it: for
-                ``load_state_dict(assign=True)``. False before the first use, when optimizers were
-                given the objects that the user assigned.
-        """
-        for bucket in self.buckets:
-            for param, slot in zip(bucket.params, bucket.layout.slots, strict=True):
-                for module, name in list(param.owners):
-                    new = module._parameters.get(name)
-                    if managed_as(new) is not None:
-                        continue
-                    if not isinstance(new, nn.Parameter):
-                        # Removed, or made a plain tensor (by a parametrization, say): raises,
-                        # unless `functional_call` lends it for one forward.
-                        self._registration.check()
-                        continue
-                    into = adopted.get(new)
-                    if into is None:
-                        into = adopted[new] = self._adopt(
-                            param, new, slot, bucket.rank, keep_objects
-                        )
-                    module._parameters[name] = into.sharded
-        ties = [x for x in self._registration.given_by_others() if managed_as(x[2]) is not None]
-        self.register_sharded()
-        put(ties)
-
-    def _adopt(
-        self, param: ShardedParam, new: nn.Parameter, slot: Slot, rank: int, keep_objects: bool
-    ) -> ShardedParam:
-        """The parameter that ``new`` becomes: ``param``, or another one if a tie of it was cut."""
-        before = param.sharded
-        held = any(module._parameters.get(name) is before for module, name in param.owners)
-        if held and not keep_objects:
-            param = param.split_off(new)
-            self.params.append(param)
-            keep = False
-        else:
-            keep = keep_objects or not isinstance(new.data, DTensor)  # of those only data is of use
-        param.replace_sharded(new, slot, rank, keep_object=keep)
-        self.dirty |= param.sharded is not before
-        return param
 
     def check_comm_policy(self, params: Iterable[ShardedParam], options: CommOptions) -> None:
         """Check that ``params`` can be sent as ``options.policy`` says.

@@ -306,6 +306,9 @@ class Runtime:
                 unit.unshard(self.streams)
             return
         unit.backward_began, unit.entered_in = True, self.num_backwards
+        if accumulates is False or unit.is_read_outside:
+            for tell_apart in self.on.gradients_apart:
+                tell_apart(unit, accumulates)
         if not config.reduce_grads or unit.gradients.sums:
             unit.gradients.sum_in_reduce_dtype(wanted=not config.reduce_grads)
         if unit is self._carried_unit:

@@ -186,7 +186,7 @@ class Unit:
         self.max_forwards = 0  # as many are kept before those that are over are dropped
         self.next_in_backward: Unit | None = None
         self.running = 0  # forwards that have begun and not ended
-        self.input_nodes: dict[int, Any] = {}  # of these: `borders.Marks`
+        self.input_nodes: dict[int, Any] = {}  # of these: see `UnitHooks.input_followers`
         self.backward_began = False
         self.entered_in = 0  # which backward of the tree reached it last
         self.recomputed = False  # gathered in backward, to recompute activations

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from ..sharding.bucket import Bucket
-from ..sharding.param import ShardedParam
 from .param_group import ParamGroup, requires_grad_of
 from .reduction import Reduction
 from .unit_config import UnitConfig
@@ -160,27 +159,6 @@ class UnitGrads:
                     unsharded.grad, unsharded.grad_dtype = None, bucket.reduce_dtype
                     unsharded.grad = grad.detach().to(bucket.reduce_dtype)
                     self.sums = True
-
-    def forget(self, param: ShardedParam) -> None:
-        """Drop the gradient of ``param``, in whose place something else is."""
-        if param.unsharded is not None:
-            param.unsharded.grad = None
-        for bucket in self._param_group.buckets:
-            if param in bucket.params:
-                bucket.partial_present.discard(bucket.params.index(param))
-
-    def take_over(self, param: ShardedParam, other: UnitGrads) -> None:
-        """Go on with what ``other`` has of ``param``, which moves to this unit.
-
-        Raises:
-            RuntimeError: if sums over shards still wait for the sum over replicas.
-        """
-        self.holds_earlier |= other.holds_earlier
-        if any(param is each for b in other._param_group.buckets for each, _ in b.partial_parts()):
-            raise RuntimeError(
-                f"Parameter '{param.fqn}' was tied to another unit between two micro-batches, and "
-                "its gradients still wait for the all-reduce: do so between steps"
-            )
 
     def drop(self) -> None:
         """Drop every gradient that is in no ``.grad`` of a sharded parameter yet."""

@@ -295,48 +295,7 @@ class ShardedParam:
         attach_attributes(self.sharded, self.attributes)
         for carry in carriers:
             carry(given, sharded, self)
-        self._manage(sharded)
-
-    def replace_sharded(
-        self, new: nn.Parameter, slot: Slot, rank: int, *, keep_object: bool
-    ) -> None:
-        """Take over what a user registered in place of the sharded parameter.
-
-        Args:
-            new: the replacement, a DTensor laid out alike or a whole tensor.
-            slot, rank: which part of a whole tensor is this rank's.
-            keep_object: if it fits, take the data only.
-
-        Raises:
-            ValueError: if it is neither a DTensor laid out alike nor the whole parameter.
-        """
-        spec, data = self.sharded_spec, new.detach()
-        whole = not isinstance(data, DTensor) and data.shape == spec.shape
-        if whole and self.tensor_parallel is None:
-            data = spec.wrap(own_rows(data, slot, rank).contiguous())
-        if not isinstance(data, DTensor) or tuple(data.placements) != spec.placements:
-            raise ValueError(
-                f"Parameter '{self.fqn}' was replaced by one of shape {tuple(new.shape)} "
-                f"({type(data).__name__}); expected a DTensor with placements "
-                f"{spec.placements} on {spec.mesh}, or the whole tensor of shape "
-                f"{tuple(spec.shape)}"
-            )
-        local, old = data._local_tensor, self.local
-        fits = (local.dtype, local.device, local.shape) == (old.dtype, old.device, old.shape)
-        if fits and keep_object:
-            # Into the memory that gathers read: storages, plans and views are as before. Anything
-            # else makes the unit plan its storages anew.
-            old.copy_(local)
-            return
-        if isinstance(new.detach(), DTensor):
-            self.sharded = new
-        else:
-            self.sharded = nn.Parameter(data, requires_grad=new.requires_grad)
-        for carry in carriers:
-            carry(new, self.sharded, self)
-        self._manage(self.sharded)
-        self.note_grad_dtype(new)
-        self.set_grad_dtype(self.sharded)
+        self.manage(sharded)
 
     def split_off(self, new: nn.Parameter) -> ShardedParam:
         """Another parameter for the places of this one that hold ``new``: their tie was cut."""
@@ -362,7 +321,7 @@ class ShardedParam:
         attach_attributes(self.unsharded, self.attributes)
         if self.annotations is not None:
             attach_attributes(self.unsharded, self.annotations.attributes)
-        self._manage(self.unsharded)
+        self.manage(self.unsharded)
 
     def make_secondary(self, local: torch.Tensor, mesh: DeviceMesh, slot: Slot) -> None:
         """Make the DTensor that users see while the parameter is resharded to a smaller group."""
@@ -376,9 +335,9 @@ class ShardedParam:
         self.secondary = nn.Parameter(
             spec.wrap(local), requires_grad=self.sharded.requires_grad and local.is_floating_point()
         )
-        self._manage(self.secondary)
+        self.manage(self.secondary)
 
-    def _manage(self, made: nn.Parameter) -> None:
+    def manage(self, made: nn.Parameter) -> None:
         """Let `managed_param` find this by ``made``, and not by what was made before."""
         forms = {id(form) for form in (self.sharded, self.unsharded, self.secondary)}
         for number in self._found_by - forms:
