@@ -50,8 +50,8 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     for unit in units if borrows else ():
         unit.registration.register("sharded")
     put(given if not borrows else ())
-    for tell in registry.on.modules_differ:
-        tell(root_module, units)
+    for follow in registry.on.modules_differ:
+        follow(root_module, units)
     name_units(root_module, units)
     members = {unit: {m for top in unit.modules for m in top.modules()} for unit in units}
     for unit in units:
