@@ -30,12 +30,13 @@ from .guards import gathered_writes, lost_writes, optimizer_checks, requested_gr
 from .guards.rank_agreement import first_forward, initial_values
 from .runtime.events import registry
 from .transports import custom
+from .transports.compressed import checks as comm_policies
 from .transports.compressed import transports as compressed
 from .transports.host import exchange
 
 # (Imports come in alphabetical order.)
 PARTS = (
-    *(custom, compressed, exchange),
+    *(custom, compressed, comm_policies, exchange),
     *(early_free, deferred_weight_grads, unused_parameters, finalization),
     *(gather_budget, frozen_cache, functional_call),
     *(replaced_params, parameter_hooks, spmd_types, extension),

@@ -17,6 +17,7 @@ from ..comm.transports import backend_name
 from ..policy import CommPolicy, check_comm_policy
 from ..runtime.runtime import runtime_of
 from ..runtime.unit import Unit, unit_of, units_in
+from ..transports.compressed.checks import check_sent
 from ..transports.custom import AllGather, ReduceScatter, choose_symmetric_backend
 
 
@@ -86,7 +87,7 @@ def set_comm_policy(self: nn.Module, policy: CommPolicy | None, *, recurse: bool
         (unit, replace(unit.config.comm_options, policy=policy)) for unit in _units(self, recurse)
     ]
     for unit, options in changes:
-        unit.param_group.check_comm_policy(unit.params, options)
+        check_sent(unit, unit.params, options)
     for unit, options in changes:
         _change(unit, "set_comm_policy", options)
 
@@ -221,6 +222,7 @@ def _change(unit: Unit, method: str, options: CommOptions, *, one_mesh: bool = F
                 f"{method} cannot be combined with process-group or symmetric memory, "
                 "which has collectives of its own"
             )
+    check_sent(unit, unit.params, options)
     # Waits for a gather in flight: it was started by transports that are about to be dropped.
     if unit.runtime is not None:
         runtime_of(unit).reshard(unit)

@@ -258,7 +258,8 @@ def _make_unit(
     tree = _managed_modules(unit.modules)
     with torch.inference_mode(False):  # else the shards could never be trained
         found = _find_parameters(unit, tree, ignored, shard_placement_fn, granularity)
-        unit.param_group.check_comm_policy([item.managed for item in found], config.comm_options)
+        for ask in registry.on.before_taking:
+            ask(unit, [item.managed for item in found])
         # Groups connect now: at the first gather their communicators would take their buffers when
         # memory is at its peak.
         unit.param_group.make_groups(item.managed.mesh for item in found)

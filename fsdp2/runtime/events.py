@@ -32,6 +32,10 @@ Runtime = Any  # of `runtime`, which imports this file: parts name the class
 class UnitPart:
     """A part that hears of all units of this process. It overrides the events that it wants."""
 
+    def before_taking(self, unit: Unit, params: Sequence[ShardedParam]) -> None:
+        """`fully_shard` is about to make ``params`` those of ``unit``; nothing has changed yet, so
+        this may refuse."""
+
     def before_sharding(self, unit: Unit, params: Sequence[ShardedParam]) -> None:
         """``params`` are whole, and about to become those of ``unit``."""
 
@@ -231,6 +235,7 @@ _OfTree = tuple[Callable[[], None], ...]
 class UnitEvents(_Hearers):
     """Who hears what of all units: see `UnitPart`."""
 
+    before_taking: tuple[Callable[[Unit, Sequence[ShardedParam]], None], ...]
     before_sharding: tuple[Callable[[Unit, Sequence[ShardedParam]], None], ...]
     sharded: _OfUnit
     before_apply: tuple[Callable[[Unit, object, Iterable[nn.Module]], None], ...]

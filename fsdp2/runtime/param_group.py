@@ -18,7 +18,7 @@ from ..comm.mesh_transports import CommOptions, MeshTransports, make_groups
 from ..comm.transports import give_back_tags, take_tags
 from ..dtensor.from_local import local_of
 from ..dtensor.subclasses import inner_tensors
-from ..policy import MixedPrecisionPolicy, OffloadBeyond, hops_of, param_dtype_of, sum_dtype
+from ..policy import MixedPrecisionPolicy, OffloadBeyond, param_dtype_of, sum_dtype
 from ..sharding.bucket import Bucket, SecondaryShards
 from ..sharding.mesh import DataParallelMesh
 from ..sharding.param import ShardedParam
@@ -167,47 +167,10 @@ class ParamGroup:
         self.params.remove(param)
         self.reshard_storage()
 
-    def check_comm_policy(self, params: Iterable[ShardedParam], options: CommOptions) -> None:
-        """Check that ``params`` can be sent as ``options.policy`` says.
-
-        Raises:
-            ValueError: if one cannot, or if something else decides about the bytes.
-        """
-        policy = options.policy
-        if policy is None:
-            return
-        others = {
-            "a custom all-gather": options.all_gather,
-            "a custom reduce-scatter": options.reduce_scatter,
-            "memory of the process group or symmetric memory": options.memory,
-        }
-        for what, chosen in others.items():
-            if chosen is not None:
-                raise ValueError(
-                    f"Unit '{self._registration.unit_name}' has a CommPolicy and {what}: both "
-                    "decide about what is sent. Choose one, or call set_comm_policy(None)"
-                )
-        for param in params:
-            hops_of(policy, param.mesh.num_shards)
-            if param.extension:
-                # (Before it is sharded, the parameter is its own local tensor.)
-                kind = type(getattr(param.sharded, "_local_tensor", param.sharded))
-                raise ValueError(
-                    f"Parameter '{param.fqn}' is a {kind.__name__}, a tensor subclass "
-                    "that decides itself what is gathered: a CommPolicy cannot change that. Shard "
-                    "its module without one, or pass the parameter in ignored_params"
-                )
-            if param.dtype.is_complex:
-                raise ValueError(
-                    f"Parameter '{param.fqn}' is {param.dtype}: a CommPolicy sends real numbers "
-                    "only. Shard its module without one, or pass the parameter in ignored_params"
-                )
-
     def make_buckets(self) -> None:
         """Plan where every parameter lies; the buckets have no storage yet."""
         config, policy = self._config, self._config.mp_policy
         batches = self.device.type != "cpu" and not config.comm_options.gathers_flat
-        self.check_comm_policy(self.params, config.comm_options)
         groups: dict[_Kind, list[ShardedParam]] = {}
         for param in self.params:
             # The class decides what is gathered in its place, and how many tensors that is.
@@ -296,12 +259,7 @@ class ParamGroup:
             bucket.keeps_storage = keep
 
     def change_comm_options(self, options: CommOptions) -> None:
-        """Communicate as ``options`` say from the next gather on.
-
-        Raises:
-            ValueError: if the parameters cannot be sent so.
-        """
-        self.check_comm_policy(self.params, options)
+        """Communicate as ``options`` say from the next gather on."""
         self._config.comm_options = options
         # Transports are made with these options, and the plans of reductions depend on transports:
         # on what these must copy in, and cast.

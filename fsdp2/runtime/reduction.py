@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, repeat
 from operator import attrgetter, is_
-from typing import NoReturn, Protocol, cast
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -57,12 +57,6 @@ Added = tuple[ShardedParam, weakref.ref[torch.Tensor], int]
 # What is called with the reduced gradient of a parameter that has hooks, a DTensor, before that is
 # added to ``.grad``, and returns what takes its place; the last one is used.
 result_hooks: list[Callable[[ShardedParam, torch.Tensor], torch.Tensor]] = []
-
-
-class Cuts(Protocol):
-    """A transport that sums under a policy, which has to know where parameters end."""
-
-    def cut(self, bucket: Bucket, plan: ReducePlan, flat: torch.Tensor) -> list[torch.Tensor]: ...
 
 
 class Reduction:
@@ -102,7 +96,6 @@ class Reduction:
         self.factor = config.divide_factor
         self.hook = config.all_reduce_hook
         self.hook_stream = config.all_reduce_stream
-        self.policy = config.comm_options.policy
         self.tag = tag
         self.covered = plan.covered
         self.nbytes = plan.numel * bucket.gather_dtype.itemsize
@@ -363,12 +356,10 @@ class Reduction:
         return [self.flat[offset : offset + numel] for offset, numel in self.plan.ranges]
 
     def _parts(self) -> list[torch.Tensor]:
-        """What the all-reduce takes: neighbours are merged, but where a policy needs to know where
-        parameters end."""
-        if self.policy is None:
-            return self._ranges()
-        cuts = cast(Cuts, self.replicate)  # made for this policy
-        return cuts.cut(self.bucket, self.plan, self.flat)
+        """What the all-reduce takes: neighbours are merged, unless it has to know where parameters
+        end."""
+        cut = getattr(self.replicate, "cut", None)
+        return self._ranges() if cut is None else cut(self.bucket, self.plan, self.flat)
 
     def _add_to_partial(self) -> None:
         """Add what was reduced over shards only to the sums that wait for a later all-reduce."""

@@ -28,6 +28,7 @@ ALLOWED = {
     "__new__() load_state_dict() _apply() __reduce_ex__()",
     "runtime/unit_config.py": "all_reduce_stream",
     # Users' tensor subclasses: their methods and attributes.
+    "features/inplace_inputs.py": "node",
     "features/tensor_subclasses/tensor_subclass.py": "a b before",
     "features/tensor_subclasses/extension.py": "local arguments self._metadata",
     # The package spmd_types, which need not be installed.
@@ -51,7 +52,7 @@ ALLOWED = {
     "features/double_backward.py": "ctx _ backward()",
     "features/early_free/freed_params.py": "ctx func types args kwargs "
     "__torch_function__() __torch_dispatch__()",
-    "runtime/borders.py": "ctx enter inputs output node before after Marks",
+    "runtime/borders.py": "ctx enter inputs output node",
     "runtime/unit.py": "self.input_nodes self.of_parts",
     "runtime/events.py": "Runtime parts",
     "features/middle.py": "output post_forward()",

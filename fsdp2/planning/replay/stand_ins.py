@@ -342,10 +342,8 @@ class CountedReduction(Reduction):
 
     @override
     def _parts(self) -> list[Any]:
-        if self.policy is None:
-            return self._ranges()
-        cut = cast(Any, self.replicate).cut(self.bucket, self.plan, None)
-        return cut or self._ranges()
+        cut = getattr(self.replicate, "cut", None)
+        return (cut and cut(self.bucket, self.plan, None)) or self._ranges()
 
     @override
     def _scale(self, by: float) -> None:
