@@ -21,6 +21,7 @@ from .features import (
     replaced_params,
     spmd_types,
     steps_in_backward,
+    transforms,
     unused_parameters,
 )
 from .features.early_free import early_free
@@ -42,6 +43,7 @@ PARTS = (
     *(replaced_params, parameter_hooks, spmd_types, extension),
     *(partial_gradients, double_backward, middle, side_by_side, steps_in_backward),
     inplace_inputs,
+    transforms,
     *(first_forward, initial_values, gathered_writes, optimizer_checks, requested_gradients),
     *(lost_writes, unwritten, library_methods, torch_errors),
 )

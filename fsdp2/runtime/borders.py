@@ -92,51 +92,17 @@ class Border(torch.autograd.Function):
         ctx.leave(grads)
         return (None, *grads)
 
-    @staticmethod
-    @override
-    def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return tuple(t if t is None else t.view_as(t) for t in tangents)
+
+class Marks(Protocol):
+    """Another way to mark inputs and outputs."""
+
+    def mark_inputs(self, leave: Leave, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """What takes the places of ``inputs``; backward calls ``leave`` with their gradients."""
+
+    def mark_output(self, enter: Callable[[Any], None], output: torch.Tensor) -> torch.Tensor:
+        """What takes the place of ``output``; backward calls ``enter`` with its gradient."""
 
 
-class TransformedBorder(Border):
-    """The same in the form that ``torch.func`` transforms want, which takes longer to call."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    @override
-    def forward(leave: Leave, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-        return tensors
-
-    @staticmethod
-    @override
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.set_materialize_grads(False)
-        ctx.leave = inputs[0]
-
-
-class Entrance(torch.autograd.Function):
-    """Identity on an output of a transformed forward, where hooks on tensors would be lost."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    @override
-    def forward(enter: Callable[[Any], None], tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    @staticmethod
-    @override
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.enter = inputs[0]
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
-        ctx.enter(grad)
-        return None, grad
-
-    @staticmethod
-    @override
-    def jvp(ctx: Any, _: None, tangent: torch.Tensor) -> torch.Tensor:
-        return Entrance.apply(ctx.enter, tangent.view_as(tangent))
+# Inside a transform of ``torch.func``, where hooks on tensors and their nodes are lost; the last
+# one is used. None: the usual way.
+marks_in_transforms: list[Marks | None] = [None]

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..common.pytree import cast_floating, map_tensors, tensors_in
 from ..dtensor.placement import own_part
-from .borders import Border, Crossing, Entrance, TransformedBorder, watch_base
+from .borders import Border, Crossing, marks_in_transforms, watch_base
 from .building import build_runtime
 from .events import registry
 from .registration import ModulesChanged
@@ -189,11 +189,9 @@ class UnitHooks:
         if unit.input_nodes:
             for follow in self.input_followers:
                 follow(self, args, kwargs)
-        # Hooks on tensors are lost inside a transform, where a node stays in the graph. That costs
-        # the call of an autograd function per output, so only there.
-        if is_transformed():
+        if (marks := marks_in_transforms[-1] if is_transformed() else None) is not None:
             differentiable = any(tensor.requires_grad for tensor in tensors_in(output))
-            output = map_tensors(functools.partial(Entrance.apply, enter), output)
+            output = map_tensors(functools.partial(marks.mark_output, enter), output)
         elif torch.is_grad_enabled():
             for tensor in (output,) if type(output) is torch.Tensor else tensors_in(output):
                 if tensor.requires_grad:
@@ -218,8 +216,8 @@ class UnitHooks:
         """Put a node on the inputs whose backward runs after the whole unit's."""
         # Not a full backward hook of nn.Module: that wraps inputs and outputs in nodes of its own,
         # forbids changing them in place, and reaches only tensors in positional arguments.
-        transformed = is_transformed()
-        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor and not transformed:
+        marks = marks_in_transforms[-1] if is_transformed() else None
+        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor and marks is None:
             if args[0].requires_grad:  # the usual case
                 self._watching = False
                 marked = args[0].view_as(args[0])
@@ -236,9 +234,10 @@ class UnitHooks:
             self._watch_accumulation()
             return args, kwargs
         self._watching = False
-        if transformed or not all(map(self._has_views, found.values())):
-            border = TransformedBorder if transformed else Border
-            all_marked = border.apply(self.leave_backward, *found.values())
+        if marks is not None:
+            all_marked = marks.mark_inputs(self.leave_backward, list(found.values()))
+        elif not all(map(self._has_views, found.values())):
+            all_marked = Border.apply(self.leave_backward, *found.values())
         else:
             crossing = self.crossing()
             all_marked = [tensor.view_as(tensor) for tensor in found.values()]

@@ -52,7 +52,8 @@ ALLOWED = {
     "features/double_backward.py": "ctx _ backward()",
     "features/early_free/freed_params.py": "ctx func types args kwargs "
     "__torch_function__() __torch_dispatch__()",
-    "runtime/borders.py": "ctx enter inputs output node",
+    "runtime/borders.py": "ctx enter node",
+    "features/transforms.py": "ctx enter inputs output",
     "runtime/unit.py": "self.input_nodes self.of_parts",
     "runtime/events.py": "Runtime parts",
     "features/middle.py": "output post_forward()",
