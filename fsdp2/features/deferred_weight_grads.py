@@ -27,14 +27,10 @@ class DeferredWeightGrads(TreePart):
     def gradients_apart(self, unit: Unit, accumulates: bool | None) -> None:
         if accumulates is False:
             unit.is_read_outside = True
+            if self.runtime.part(_AtForwards) is None:
+                self.runtime.add(_AtForwards(self.runtime, self))
         elif self.runtime.ends_iteration:
             unit.is_read_outside = False
-
-    @override
-    def root_forward_begins(self) -> None:
-        for unit in self.runtime.units:
-            if unit.is_read_outside:
-                self.reduce(unit)
 
     def reduce(self, unit: Unit) -> None:
         """Reduce, or add up in the dtype of the reduction, what no hook has seen."""
@@ -61,6 +57,19 @@ class DeferredWeightGrads(TreePart):
         if unit.state in RESHARDED:
             unit.start_unshard(runtime.streams)
         unit.register_unsharded()
+
+
+class _AtForwards(TreePart):
+    """Reduces them at the beginning of a forward, in trees that have had some."""
+
+    def __init__(self, runtime: Runtime, found: DeferredWeightGrads) -> None:
+        super().__init__(runtime)
+        self._found = found
+
+    @override
+    def root_forward_begins(self) -> None:
+        for unit in self.runtime.units:
+            self._found.reduce(unit)
 
 
 class _Schedules(UnitPart):

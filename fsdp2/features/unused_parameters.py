@@ -85,7 +85,8 @@ class UnusedParameters(TreePart):
                 continue
             if runtime.ends_iteration or not accumulates:
                 # Ranks come to other units, and must agree on what may be freed.
-                unit.is_read_outside = not accumulates
+                for tell in runtime.on.gradients_apart:
+                    tell(unit, accumulates)
                 if not accumulates and unit.state is State.UNSHARDED:
                     unit.register_unsharded()
             # Other ranks may hold sums of what users freeze next.
