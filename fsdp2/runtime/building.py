@@ -17,7 +17,7 @@ from ..comm.streams import streams_for
 from ..policy import param_dtype_of
 from ..sharding.param import ShardedParam, managed_as
 from .events import registry
-from .registration import is_lending, put
+from .registration import put
 from .runtime import Runtime, runtime_of
 from .unit import ORIGINS, Unit, modules_outside, unit_holding, unit_of, units_in
 
@@ -38,7 +38,6 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     name_units(root_module, units)
     for ask in registry.on.before_tree:
         ask(root_module, root, units)
-    borrows = is_lending()
     # Freeing what is gathered would take away what others have put in its place.
     given = [x for unit in units for x in unit.registration.given_by_others()]
     # Units that ran as roots before may have gathers or reductions in flight, which only their own
@@ -47,11 +46,7 @@ def build_runtime(root_module: nn.Module) -> Runtime:
         for unit in old.units:
             _forward_gradients(unit)
         old.reset()
-    # The tree may run for the first time inside functional_call, whose tensors are in the modules
-    # now. Adopted below, they would stay the parameters after it has returned.
-    for unit in units if borrows else ():
-        unit.registration.register("sharded")
-    put(given if not borrows else ())
+    put(given)
     follow_modules(root_module, units)
     name_units(root_module, units)
     members = {unit: {m for top in unit.modules for m in top.modules()} for unit in units}
@@ -74,9 +69,6 @@ def build_runtime(root_module: nn.Module) -> Runtime:
         unit.runtime = runtime
     for tell_planned in runtime.on.planned:
         tell_planned(root)
-    # The forward that begins compares what modules hold with what they should: that is how it
-    # learns of what functional_call lends it.
-    put(given if borrows else ())
     return runtime
 
 

@@ -81,6 +81,10 @@ class TreePart:
         """``unit`` is about to be gathered, or to go on, for a forward of one of its modules, or
         for a recomputation of one (`Runtime.in_backward`)."""
 
+    def before_compute(self, unit: Unit) -> None:
+        """``unit`` is gathered, and its forward or a recomputation is next. Unlike all others, this
+        is told inside of the torch modes and transforms of the caller."""
+
     def forward_computed(self, unit: Unit) -> None:
         """That module has its output, and nothing was freed yet. Who hears this hears of all
         modules of a unit: otherwise, those between its first and last may leave out their hooks."""
@@ -227,6 +231,7 @@ class TreeEvents(_Hearers):
     root_forward_begins: _OfTree
     before_reuse: _OfUnit
     forward_begins: _OfUnit
+    before_compute: _OfUnit
     forward_computed: _OfUnit
     forward_ends: tuple[Callable[[Unit, Forward | None], None], ...]
     unit_kept: tuple[Callable[[Unit, Forward | None], None], ...]

@@ -125,10 +125,10 @@ class UnitHooks:
         if self._inside_method:
             return self._cast_inputs(args, kwargs)
         outside_torch_modes(self._gather, module)
-        # Inside the modes again: making overrides whole and casting inputs is part of the user's
-        # computation, which transforms and autograd have to see.
-        if self.unit.registration.overrides:
-            self.unit.registration.register_overrides()
+        # Inside the modes again: what computes in the place of parameters, and the cast of inputs,
+        # are part of the user's computation, which transforms and autograd have to see.
+        for tell in self.unit.runtime.on.before_compute:
+            tell(self.unit)
         args, kwargs = self._cast_inputs(args, kwargs)
         if torch.is_grad_enabled():
             if self.unit.input_nodes and self.unit.running <= 1:

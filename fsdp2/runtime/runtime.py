@@ -23,8 +23,8 @@ from ..common.failures import accumulation_lost, parameters_are_gone
 from .events import Registry, TreeEvents, TreePart, registry
 from .param_group import requires_grad_of
 from .reduction import Reduction, ReductionsInFlight
-from .registration import ModulesChanged, is_lending, put
-from .schedule import Lookahead, Schedule
+from .registration import ModulesChanged, put
+from .schedule import Lookahead, Residency, Schedule
 from .states import GATHERED, RESHARDED, AfterForward, State
 from .torch_modes import (
     NOT_TRACED,
@@ -57,6 +57,7 @@ class Runtime:
         in_iteration: whether a backward has begun whose iteration has not ended.
         schedule: what ran, what is expected, and where backward may still come to.
         lookahead: what is gathered before it is needed.
+        residency: what stays gathered after forward and backward.
         computed_on: the stream of the last backward, on which it ends; of devices that have some.
         on: what parts of the library hear of this tree.
     """
@@ -79,7 +80,6 @@ class Runtime:
         self.in_iteration = False
         self.optimizer_event: Event = None
         self.schedule = Schedule()
-        self._leads_to_backward = False
         self.in_backward = False
         self._adds_to_reductions = False
         self.computed_on = self.streams.compute
@@ -87,10 +87,8 @@ class Runtime:
         self._end: weakref.ref[object] = weakref.ref(self)  # dead once a backward is over or raised
         self.creates_graph = False
         self.num_backwards = 0
-        self._carried_unit: Unit | None = None
-        self._kept_unit: Unit | None = None  # as it was expected to run again at once
-        self._borrows = False  # whether what modules hold is lent to them for this forward
         self.lookahead = Lookahead(self.streams)
+        self.residency = Residency()
         self.registry.trees.add(self)
         made = (kind.of(self) for kind in self.registry.tree_parts)
         self._parts = [part for part in made if part is not None]
@@ -133,15 +131,13 @@ class Runtime:
         for tell in self.on.forward_begins:
             tell(unit)
         if self.in_backward:  # recomputation of activations
-            if unit.registration.overrides:
-                unit.registration.forget_overrides()
             unit.unshard(self.streams)
             unit.recomputed = True
             if not unit.backward_began and not unit.has_graph:
                 unit.recomputes_all = True
             return
-        if self._kept_unit is not None:
-            self._free_kept(beside=unit)
+        if schedule.repeats is not None:
+            self._free_repeated(unless=unit)
         follows = schedule.ran and schedule.ran[-1] is unit
         unit.registration.check(module if follows else None)
         unit.unshard(self.streams)
@@ -152,23 +148,17 @@ class Runtime:
     def _begin_forward(self, unit: Unit) -> None:
         for ask in self.on.before_root_forward:
             ask()
-        self._borrows = is_lending()
-        if self._borrows:
-            # Before anything registers parameters, as `reset` does.
-            for other in self.units:
-                other.registration.note_lent()
         if self.in_backward:  # of a backward that raised
             self.reset()
         if torch.jit.is_tracing():
             raise RuntimeError(NOT_TRACED.format("torch.jit.trace"))
         if self.schedule.root is not None:
             self.reset()
-        if not self._borrows and not all(u.registration.is_current() for u in self.units):
+        if not all(u.registration.is_current() for u in self.units):
             raise ModulesChanged
         for tell in self.on.root_forward_begins:
             tell()
-        self.schedule.begin_root(unit)
-        self._leads_to_backward = torch.is_grad_enabled()
+        self.schedule.begin_root(unit, leads_to_backward=torch.is_grad_enabled())
         self.streams.before_gathers(self.optimizer_event)
         # It marks one optimizer step and no later write: the next forward waits for all of compute.
         self.optimizer_event = None
@@ -229,56 +219,49 @@ class Runtime:
             called = modules_being_called()
             unit.running = max(0, sum(called[module] for module in unit.modules) - 1)
         unit.has_graph = differentiable
-        if differentiable or (unit.recomputes_all and self._leads_to_backward):
-            self.schedule.end(unit, forward if differentiable else None)
-        outermost = self.schedule.root is unit and not unit.running
-        runs_next = unit.running > 0 or unit in self.schedule.next(1)
+        schedule, left = self.schedule, forward if differentiable else None
+        if differentiable or (unit.recomputes_all and schedule.leads_to_backward):
+            schedule.end(unit, left)
+        outermost = schedule.root is unit and not unit.running
+        runs_next = unit.running > 0 or unit in schedule.next(1)
         if unit.registration.check_is_due and not runs_next:
             unit.registration.check()
-        after = unit.after_forward(
+        after = self.residency.after_forward(
+            unit,
             differentiable=differentiable,
             runs_next=runs_next,
-            ends_forward=not outermost and self.schedule.is_last(unit),
+            ends_forward=not outermost and schedule.is_last(unit),
         )
-        if unit.registration.overrides:
-            # torch puts back the tensors that it found: they must not be without memory then.
-            after = _AS_FOUND.get(unit.registration.registered_before, after)
-        if after is AfterForward.KEEP:
-            if runs_next and unit.reshard_after_forward is not False:
-                self._kept_unit = unit
-            for tell_kept in self.on.unit_kept:
-                tell_kept(unit, forward if differentiable else None)
-        elif after is AfterForward.CARRY:
-            self._carried_unit = unit
+        if after is AfterForward.KEEP_FOR_BACKWARD:
+            schedule.begins_backward = unit
             unit.register_sharded()
+        elif after is AfterForward.KEEP or after is AfterForward.KEEP_TO_REPEAT:
+            if after is AfterForward.KEEP_TO_REPEAT:
+                schedule.repeats = unit
+            for tell_kept in self.on.unit_kept:
+                tell_kept(unit, left)
         else:
-            secondary = after is AfterForward.FREE_TO_SECONDARY
-            unit.reshard(self.streams, to_secondary=secondary)
-        if unit.registration.overrides:
-            unit.registration.put_back_overrides()
+            unit.reshard(self.streams, to_secondary=after is AfterForward.FREE_TO_SECONDARY)
         for tell_end in self.on.forward_ends:
-            tell_end(unit, forward if differentiable else None)
+            tell_end(unit, left)
         if outermost:
             self._end_forward()
             if not differentiable and self._offloads:
                 self.streams.synchronize()  # else backward does; then the host may write shards
 
-    def _free_kept(self, *, beside: Unit | None = None) -> None:
+    def _free_repeated(self, *, unless: Unit | None = None) -> None:
         """Free the unit that was kept to run again, if it does not: another one runs, or none."""
-        unit, self._kept_unit = self._kept_unit, None
-        if unit is not None and unit is not beside and not unit.running:
+        unit, self.schedule.repeats = self.schedule.repeats, None
+        if unit is not None and unit is not unless and not unit.running:
             unit.reshard(self.streams)
 
     def _end_forward(self) -> None:
-        if self._kept_unit is not None:
-            self._free_kept()
+        if self.schedule.repeats is not None:
+            self._free_repeated()
         for unit in self.units:
             unit.running = 0  # more where a forward raised, and its caller went on
             if unit.state is State.GATHERING:  # prefetched, but did not run
                 unit.reshard(self.streams)
-        if self._borrows:
-            for unit in self.units:
-                unit.registration.lent = []
         self.schedule.end_root()
 
     # -- backward ---------------------------------------------------------------------------
@@ -319,8 +302,8 @@ class Runtime:
         self._accumulates |= bool(accumulates)
         if not config.reduce_grads or unit.gradients.sums:
             unit.gradients.sum_in_reduce_dtype(wanted=not config.reduce_grads)
-        if unit is self._carried_unit:
-            self._carried_unit = None
+        if unit is self.schedule.begins_backward:
+            self.schedule.begins_backward = None
             if unit.is_rewritten():
                 unit.reshard(self.streams)
         # If some were freed early, all that backward reads is there still.
@@ -400,17 +383,13 @@ class Runtime:
             return  # another module of the group: their gradients are reduced together
         self.reduce(unit)
         if not runs_next and not unit.running:
-            if self.frees(unit):
+            if self.residency.frees_after_backward(unit, creates_graph=self.creates_graph):
                 unit.reshard(self.streams)
             else:
                 for tell_kept in self.on.unit_kept:
                     tell_kept(unit, None)
         for tell in self.on.backward_leaves:
             tell(unit)
-
-    def frees(self, unit: Unit) -> bool:
-        """Whether backward frees ``unit``: not if a second backward is to go through it."""
-        return unit.config.reshard_after_backward and not self.creates_graph
 
     def reduce(
         self, unit: Unit, *, direct_only: bool = False, final: bool = False, keep: bool = False
@@ -484,7 +463,7 @@ class Runtime:
             if self.ends_iteration:
                 self.complete_iteration()
             self.free_units()
-        self._carried_unit = None
+        self.schedule.begins_backward = None
         self.schedule.end_pass()
         self.in_backward = False
         for tell in self.on.backward_ends:
@@ -538,20 +517,21 @@ class Runtime:
         self.schedule.end_iteration()
 
     def free_units(self) -> None:
+        creates_graph, frees = self.creates_graph, self.residency.frees_after_backward
         for unit in self.units:
             if unit.running:
                 continue  # backward ran inside of its forward, which goes on
             if unit.input_nodes:
                 # Recomputation ends a forward by an exception. What its node leads to would stay.
                 unit.input_nodes.clear()
-            if unit.state is not State.SHARDED and self.frees(unit):
+            if unit.state is not State.SHARDED and frees(unit, creates_graph=creates_graph):
                 unit.reshard(self.streams)
             elif unit.state is not State.SHARDED:
                 if unit.state is State.GATHERING:
                     unit.wait_unshard(self.streams)  # or the optimizer would overtake it
                 for tell in self.on.unit_kept:
                     tell(unit, None)
-            if self.creates_graph and unit.config.reshard_after_backward and not unit.running:
+            if creates_graph and unit.config.reshard_after_backward and not unit.running:
                 unit.register_sharded()
         self.synchronize()
 
@@ -659,7 +639,7 @@ class Runtime:
         self.synchronize()
         self.schedule.end_iteration()
         self.schedule.end_pass()
-        self._carried_unit = self._kept_unit = None
+        self.schedule.repeats = self.schedule.begins_backward = None
         self.in_backward = self.in_iteration = False
         self.schedule.root = None
         for tell in self.on.tree_reset:
@@ -669,10 +649,6 @@ class Runtime:
             raise error
         if lost:
             raise accumulation_lost(lost)
-
-
-# After a forward with others, by what of its own parameters `torch.func.functional_call` found.
-_AS_FOUND = {"unsharded": AfterForward.KEEP, "secondary": AfterForward.FREE_TO_SECONDARY}
 
 
 def runtime_of(unit: Unit) -> Runtime:

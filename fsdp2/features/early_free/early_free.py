@@ -84,7 +84,9 @@ class EarlyFree(TreePart):
     def gradients_taken(self, unit: Unit, taken: Taken) -> None:
         runtime = self.runtime
         # (Gradients of uses outside of the modules are taken after backward has left these.)
-        if unit.encloses and unit.state in GATHERED and runtime.in_backward and runtime.frees(unit):
+        if not (unit.encloses and unit.state in GATHERED and runtime.in_backward):
+            return
+        if runtime.residency.frees_after_backward(unit, creates_graph=runtime.creates_graph):
             self._free_embeddings(unit)
             for bucket, grads in zip(unit.param_group.buckets, taken, strict=True):
                 for i in grads:
