@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from types import FrameType
-from typing import Any
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from ..common.failures import explained
 from ..runtime.events import TreePart, UnitPart, registry
 from ..runtime.registration import Given, lenders, put
 from ..runtime.runtime import Runtime, runtime_of
-from ..runtime.schedule import Residency
+from ..runtime.schedule import Backward, Residency
 from ..runtime.states import AfterForward
 from ..runtime.unit import Forward, Unit, unit_of
 from ..sharding.param import ShardedParam
@@ -176,8 +176,8 @@ class _AsFound(Residency):
         return after
 
     @override
-    def frees_after_backward(self, unit: Unit, *, creates_graph: bool) -> bool:
-        return self._usual.frees_after_backward(unit, creates_graph=creates_graph)
+    def frees_after_backward(self, unit: Unit, backward: Backward) -> bool:
+        return self._usual.frees_after_backward(unit, backward)
 
 
 class _FirstForward(UnitPart):
@@ -215,12 +215,12 @@ def _take_out(unit: Unit) -> list[Given]:
     return given
 
 
-def _register(param: ShardedParam, value: Any) -> None:
+def _register(param: ShardedParam, value: torch.Tensor) -> None:
     for module, name in param.owners:
-        module._parameters[name] = value
+        module._parameters[name] = value  # type: ignore[assignment]
 
 
-def _is_lent(top: nn.Module, param: ShardedParam, given: Any) -> bool:
+def _is_lent(top: nn.Module, param: ShardedParam, given: object) -> bool:
     """Whether ``given`` may compute in the place of ``param`` of the unit of ``top``; notes it."""
     unit = unit_of(top)
     part = None if unit.runtime is None else runtime_of(unit).part(FunctionalCall)
@@ -230,7 +230,7 @@ def _is_lent(top: nn.Module, param: ShardedParam, given: Any) -> bool:
     return True
 
 
-def _fits(given: object, param: ShardedParam) -> bool:
+def _fits(given: object, param: ShardedParam) -> TypeGuard[torch.Tensor]:
     # It must be laid out like the sharded parameter, or be what the parameter was before sharding:
     # the whole tensor (for a tensor-parallel parameter this rank's DTensor).
     own = param.unsharded

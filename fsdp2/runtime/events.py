@@ -15,7 +15,7 @@ keep memory alive, and those to parameters are counted.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -137,6 +137,9 @@ class TreePart:
             accumulates: as of `Runtime.pre_backward`.
         """
 
+    def backward_enters_inside(self, unit: Unit) -> None:
+        """Backward has entered a unit inside of ``unit``, which it may not have reached itself."""
+
     def backward_leaves(self, unit: Unit) -> None:
         """The gradients of one forward of ``unit`` are done, and it was freed if it is to be."""
 
@@ -197,6 +200,9 @@ class TreePart:
         """A user has called ``reshard``; ``unit`` may be gathered still."""
 
 
+_Part = TypeVar("_Part", bound=TreePart)
+
+
 class _Hearers:
     """The methods of parts, by event."""
 
@@ -246,6 +252,7 @@ class TreeEvents(_Hearers):
     first_gathered: _OfUnit
     backward_begins: _OfTree
     backward_enters: tuple[Callable[[Unit, Forward | None, bool | None], None], ...]
+    backward_enters_inside: _OfUnit
     backward_leaves: _OfUnit
     left_with_graph: tuple[Callable[[Unit, Sequence[torch.Tensor | None]], None], ...]
     before_reduce: _OfUnit
@@ -301,3 +308,30 @@ class Registry:
 
 
 registry = Registry()
+
+
+class Followed:
+    """A tree that parts follow: the base of `runtime.Runtime`.
+
+    Attributes:
+        registry: of the parts that may follow it.
+        on: what those hear that do.
+    """
+
+    registry: Registry = registry
+    on: TreeEvents
+    _parts: list[TreePart]
+
+    def part(self, kind: type[_Part]) -> _Part | None:
+        """The part of this class, if it follows this tree."""
+        return next((part for part in self._parts if isinstance(part, kind)), None)
+
+    def add(self, part: TreePart) -> None:
+        """Let ``part`` hear of this tree from the next event on, at its place in the registry."""
+        self._parts = sorted([*self._parts, part], key=self.registry.place_of)
+        self.on = TreeEvents(TreePart, self._parts)
+
+    def remove(self, part: TreePart) -> None:
+        """Tell ``part`` nothing any more."""
+        self._parts = [each for each in self._parts if each is not part]
+        self.on = TreeEvents(TreePart, self._parts)

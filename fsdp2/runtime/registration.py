@@ -65,7 +65,7 @@ def put(given: Iterable[Given]) -> None:
 # Assignments of users after sharding are refused, since the next forward would overwrite them. But
 # who is asked here with the unit's first module, a parameter and what is in all its places may say
 # that it is there for one forward, and will be taken out again.
-lenders: list[Callable[[nn.Module, ShardedParam, Any], bool]] = []
+lenders: list[Callable[[nn.Module, ShardedParam, object], bool]] = []
 
 
 class WriteGuard(Protocol):

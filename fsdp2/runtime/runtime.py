@@ -11,8 +11,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from itertools import groupby
-from typing import TypeVar
 
 import torch
 from torch import nn
@@ -20,11 +18,11 @@ from torch.autograd import Variable
 
 from ..comm.streams import Event, Streams, streams_for
 from ..common.failures import accumulation_lost, parameters_are_gone
-from .events import Registry, TreeEvents, TreePart, registry
+from .events import Followed, TreeEvents, TreePart
 from .param_group import requires_grad_of
 from .reduction import Reduction, ReductionsInFlight
 from .registration import ModulesChanged, put
-from .schedule import Lookahead, Residency, Schedule
+from .schedule import Backward, Lookahead, Residency, Schedule
 from .states import GATHERED, RESHARDED, AfterForward, State
 from .torch_modes import (
     NOT_TRACED,
@@ -39,18 +37,17 @@ from .unit import Forward, Unit
 UNITS_IN_FLIGHT = 2
 UNITS_IN_FLIGHT_ON_HOST = 1
 
-_Part = TypeVar("_Part", bound=TreePart)
 
-
-class Runtime:
+class Runtime(Followed):
     """State shared by the units of one tree.
 
     Attributes:
         units: all units, in the order of the module tree; ``root`` is the outermost.
         streams: the streams and the order between them.
         reductions: reductions that were launched and are not complete.
-        creates_graph: whether the last backward was called with ``create_graph=True``: a second one
-            may go through it, and reads the weights again.
+        backward: the run of autograd that has come to the tree last.
+        num_backwards: how many have.
+        in_backward: whether the last one is not over.
         is_last_backward: whether the end of the next backward waits for the reductions.
         held_open: whether an iteration goes on after its backwards: gradients that no hook has
             reduced stay where they are.
@@ -58,11 +55,8 @@ class Runtime:
         schedule: what ran, what is expected, and where backward may still come to.
         lookahead: what is gathered before it is needed.
         residency: what stays gathered after forward and backward.
-        computed_on: the stream of the last backward, on which it ends; of devices that have some.
         on: what parts of the library hear of this tree.
     """
-
-    registry: Registry = registry  # of the parts that may follow a tree
 
     def __init__(self, root: Unit, units: Sequence[Unit], device: torch.device) -> None:
         self.root = root
@@ -81,33 +75,13 @@ class Runtime:
         self.optimizer_event: Event = None
         self.schedule = Schedule()
         self.in_backward = False
-        self._adds_to_reductions = False
-        self.computed_on = self.streams.compute
-        self._accumulates = False  # whether this backward accumulates gradients of any unit
-        self._end: weakref.ref[object] = weakref.ref(self)  # dead once a backward is over or raised
-        self.creates_graph = False
+        self.backward = Backward(self.streams.compute)
         self.num_backwards = 0
         self.lookahead = Lookahead(self.streams)
         self.residency = Residency()
         self.registry.trees.add(self)
         made = (kind.of(self) for kind in self.registry.tree_parts)
         self._parts = [part for part in made if part is not None]
-        self.on = TreeEvents(TreePart, self._parts)
-
-    # -- parts ------------------------------------------------------------------------------
-
-    def part(self, kind: type[_Part]) -> _Part | None:
-        """The part of this class, if it follows this tree."""
-        return next((part for part in self._parts if isinstance(part, kind)), None)
-
-    def add(self, part: TreePart) -> None:
-        """Let ``part`` hear of this tree from the next event on, at its place in the registry."""
-        self._parts = sorted([*self._parts, part], key=self.registry.place_of)
-        self.on = TreeEvents(TreePart, self._parts)
-
-    def remove(self, part: TreePart) -> None:
-        """Tell ``part`` nothing any more."""
-        self._parts = [each for each in self._parts if each is not part]
         self.on = TreeEvents(TreePart, self._parts)
 
     # -- forward ----------------------------------------------------------------------------
@@ -184,7 +158,7 @@ class Runtime:
         """Let compute wait for what a backward that raised still adds to gradients: users may write
         them next."""
         if self.in_backward and self.streams.stream_ordered and not autograd_is_running():
-            with self.streams.ending(self.computed_on):
+            with self.streams.ending(self.backward.stream):
                 self.reductions.abandon(self.streams)
 
     def free_written(self, unit: Unit) -> None:
@@ -278,7 +252,7 @@ class Runtime:
                 assign them: zero-bubble pipelines do. No hook is called there. None: none are
                 trained.
         """
-        if self.in_backward and self._end() is None:
+        if self.in_backward and self.backward.end() is None:
             self.reset()  # an earlier backward raised, and no forward ran since
         group = unit.param_group
         if forward is not None and (group.dirty or forward.num_plans != group.num_plans):
@@ -299,7 +273,7 @@ class Runtime:
             unit.weight_grads_deferred = True
         elif unit.weight_grads_deferred and self.ends_iteration:
             unit.weight_grads_deferred = False
-        self._accumulates |= bool(accumulates)
+        self.backward.accumulates |= bool(accumulates)
         if not config.reduce_grads or unit.gradients.sums:
             unit.gradients.sum_in_reduce_dtype(wanted=not config.reduce_grads)
         if unit is self.schedule.begins_backward:
@@ -321,7 +295,8 @@ class Runtime:
             if parent.param_group.params:
                 if parent.state in RESHARDED and parent.entered_in != self.num_backwards:
                     self._gather_passed(parent, entered or forward)
-                self._reduce_early(parent)
+                for tell_inside in self.on.backward_enters_inside:
+                    tell_inside(parent)
 
     def _gather_passed(self, parent: Unit, forward: Forward | None) -> None:
         """A loss of an output inside of ``parent``: backward comes to what it computed before."""
@@ -342,21 +317,21 @@ class Runtime:
             group = unit.param_group
             if tuple(map(requires_grad_of, group.shown)) != group.trains:
                 group.follow_freezing(midway=True)
-        # Those of earlier backwards of the iteration cannot be told from this one's any more.
-        self._adds_to_reductions = bool(self.reductions)
-        self._accumulates = False
-        self.computed_on = self.streams.compute
-        self.creates_graph = torch.is_grad_enabled()  # autograd sets it so for hooks
         self.num_backwards += 1
         # Autograd forgets it when the backward is over, also when that raises.
         end = partial(self.end_backward)
-        self._end = weakref.ref(end)
+        self.backward = Backward(
+            self.streams.compute,
+            creates_graph=torch.is_grad_enabled(),  # autograd sets it so for hooks
+            adds_to_reductions=bool(self.reductions),
+            end=weakref.ref(end),
+        )
         Variable._execution_engine.queue_callback(end)
 
     @property
     def will_end_backward(self) -> bool:
         """Whether autograd is going to call `end_backward`."""
-        return self._end() is not None
+        return self.backward.end() is not None
 
     def _notice_failed_forward(self) -> None:
         """A forward has begun and not ended: it called this backward, or it has raised.
@@ -383,7 +358,7 @@ class Runtime:
             return  # another module of the group: their gradients are reduced together
         self.reduce(unit)
         if not runs_next and not unit.running:
-            if self.residency.frees_after_backward(unit, creates_graph=self.creates_graph):
+            if self.residency.frees_after_backward(unit, self.backward):
                 unit.reshard(self.streams)
             else:
                 for tell_kept in self.on.unit_kept:
@@ -431,19 +406,6 @@ class Runtime:
         for tell in self.on.reduction_completed if complete else self.on.before_completion:
             tell(unit, reduction)
 
-    def _reduce_early(self, parent: Unit) -> None:
-        """Reduce large gradients of an enclosing unit that are already complete.
-
-        The head of a language model belongs to the root, and its gradient is done when backward
-        enters the last block. Otherwise it would be held until the embedding's is done, too.
-        """
-        config = parent.config
-        if not (parent.backward_began and config.reduce_grads) or parent.gradients.holds_earlier:
-            return
-        if config.reduce_unused:
-            return  # which gradients are complete by now differs from rank to rank
-        self.reduce(parent, direct_only=True)
-
     @property
     def ends_iteration(self) -> bool:
         """Whether reductions that start now are the last before users look at ``.grad``."""
@@ -458,7 +420,7 @@ class Runtime:
         # `.grad` on the host, so the copies that completion depends on must be behind that wait.
         # `in_backward` comes after: if anything above raises, the next forward finds it set, with
         # no autograd running, and resets the tree.
-        with self.streams.ending(self.computed_on):
+        with self.streams.ending(self.backward.stream):
             self.reduce_left()
             if self.ends_iteration:
                 self.complete_iteration()
@@ -492,10 +454,10 @@ class Runtime:
                         unit.plan_anew(self.streams)  # no forward of it has, since a change
                     self.reduce(unit, final=True)
                 unit.reduced = False
-            if config.reduce_unused and (self.ends_iteration or not self._accumulates):
+            if config.reduce_unused and (self.ends_iteration or not self.backward.accumulates):
                 # Ranks come to other units, and must agree on what may be freed.
-                unit.weight_grads_deferred = not self._accumulates
-                if not self._accumulates and unit.state is State.UNSHARDED:
+                unit.weight_grads_deferred = not self.backward.accumulates
+                if not self.backward.accumulates and unit.state is State.UNSHARDED:
                     unit.register_unsharded()
             unit.backward_began = False
             gradients.holds_earlier = leave or not config.reduce_grads
@@ -511,27 +473,27 @@ class Runtime:
         self.in_iteration = False
         for tell in self.on.iteration_ends:
             tell()
-        if self.creates_graph:
+        if self.backward.creates_graph:
             for refuse in self.on.graph_created:
                 refuse()
         self.schedule.end_iteration()
 
     def free_units(self) -> None:
-        creates_graph, frees = self.creates_graph, self.residency.frees_after_backward
+        backward, frees = self.backward, self.residency.frees_after_backward
         for unit in self.units:
             if unit.running:
                 continue  # backward ran inside of its forward, which goes on
             if unit.input_nodes:
                 # Recomputation ends a forward by an exception. What its node leads to would stay.
                 unit.input_nodes.clear()
-            if unit.state is not State.SHARDED and frees(unit, creates_graph=creates_graph):
+            if unit.state is not State.SHARDED and frees(unit, backward):
                 unit.reshard(self.streams)
             elif unit.state is not State.SHARDED:
                 if unit.state is State.GATHERING:
                     unit.wait_unshard(self.streams)  # or the optimizer would overtake it
                 for tell in self.on.unit_kept:
                     tell(unit, None)
-            if creates_graph and unit.config.reshard_after_backward and not unit.running:
+            if backward.creates_graph and unit.config.reshard_after_backward and not unit.running:
                 unit.register_sharded()
         self.synchronize()
 
@@ -613,10 +575,10 @@ class Runtime:
                 unit.name
                 for unit in self.units
                 if not discard
-                and (self._adds_to_reductions or unit.gradients.earlier_are_left())
+                and (self.backward.adds_to_reductions or unit.gradients.earlier_are_left())
                 and unit.param_group.params
             ]
-            with self.streams.ending(self.computed_on):
+            with self.streams.ending(self.backward.stream):
                 mixed = self.reductions.discard(self.streams)
             if not discard:
                 of = {param: unit.name for unit in self.units for param in unit.params}
@@ -654,12 +616,6 @@ class Runtime:
 def runtime_of(unit: Unit) -> Runtime:
     """The runtime of the tree that ``unit`` is in; it exists from the first forward on."""
     return unit.runtime  # type: ignore[return-value]
-
-
-def last_order(root: Unit) -> list[Unit]:
-    """The units in the order of the last forward of ``root``; repeats in a row count once."""
-    orders = {} if root.runtime is None else runtime_of(root).schedule.orders
-    return [unit for unit, _ in groupby(orders.get(root, ()))]
 
 
 def _largest_bytes(unit: Unit) -> int:

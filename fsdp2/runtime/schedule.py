@@ -15,7 +15,9 @@ one rank only: a rank that keeps a loss to look at it would gather what the othe
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from ..comm.streams import Streams
 from .states import RESHARDED, AfterForward
@@ -172,6 +174,27 @@ class Schedule:
         self._ungraphed.clear()
 
 
+@dataclass(slots=True)
+class Backward:
+    """One run of autograd that has come to a tree of units.
+
+    Attributes:
+        stream: what it runs and ends on; of devices that have streams.
+        creates_graph: whether it was called with ``create_graph=True``: a second one may go through
+            it, and reads the weights again.
+        adds_to_reductions: whether it began with reductions of others in flight, whose gradients
+            cannot be told from its own any more.
+        accumulates: whether it accumulates gradients of any unit.
+        end: returns None once it is over or has raised.
+    """
+
+    stream: Any
+    creates_graph: bool = False
+    adds_to_reductions: bool = False
+    accumulates: bool = False
+    end: Callable[[], object] = object
+
+
 class Residency:
     """What becomes of gathered parameters when a forward or a backward leaves their unit.
 
@@ -205,9 +228,9 @@ class Residency:
             return AfterForward.FREE_TO_SECONDARY
         return AfterForward.FREE
 
-    def frees_after_backward(self, unit: Unit, *, creates_graph: bool) -> bool:
-        """Whether backward frees ``unit``: not if a second one is to go through it."""
-        return unit.config.reshard_after_backward and not creates_graph
+    def frees_after_backward(self, unit: Unit, backward: Backward) -> bool:
+        """Whether ``backward`` frees ``unit``: not if a second one is to go through it."""
+        return unit.config.reshard_after_backward and not backward.creates_graph
 
 
 class Lookahead:

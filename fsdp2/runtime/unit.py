@@ -58,7 +58,6 @@ class TreeRuntime(Protocol):
     """What a unit needs of its tree's runtime: of `runtime.Runtime`, which imports this file."""
 
     in_backward: bool
-    creates_graph: bool
     units: list[Unit]
 
     @property

@@ -257,7 +257,7 @@ FAULTS = (
     Fault(
         "what a second backward reads is freed, and gathered again",
         "runtime/schedule.py",
-        "return unit.config.reshard_after_backward and not creates_graph",
+        "return unit.config.reshard_after_backward and not backward.creates_graph",
         "return unit.config.reshard_after_backward",
         test="tests/core/test_double_backward.py"
         "::test_a_penalty_on_the_gradient_that_a_backward_has_left_on_the_input",
