@@ -370,6 +370,22 @@ def test_a_forward_fails_before_the_backward_of_an_earlier_one() -> None:
 
 
 @distributed(2)
+def test_units_that_stay_gathered_go_on_as_before() -> None:
+    """They hold what they held, so that the next forward does not build their tree anew."""
+    from fsdp2.runtime.unit import units_in  # torch's shim has none
+
+    model, plain = pair(MLP, reshard_after_forward=False)
+    run_both(MLP, model, plain, 0)
+    runtimes = {unit: unit.runtime for unit in units_in(model)}
+    given = given_as("whole", model, other := other_weights(plain))
+    (x,) = MLP.batch(3, dist.get_rank(), torch.float64)
+    with torch.no_grad():
+        assert_same(functional_call(model, given, (x,)), other(x), "output")
+        assert_same(model(x), plain(x), "output")
+    assert all(unit.runtime is runtime for unit, runtime in runtimes.items())
+
+
+@distributed(2)
 def test_tied_parameters_have_one_value() -> None:
     model, plain = pair(TRANSFORMER)
     given = given_as("sharded", model, other_weights(plain))

@@ -434,11 +434,11 @@ FAULTS = (
     ),
     # -- registration and hooks --------------------------------------------------------------
     Fault(
-        "functional_call leaves its tensors in units that stay gathered",
+        "units that stay gathered are built anew after functional_call",
         "features/functional_call.py",
         "            if unit.registration.registered != self.found[unit]:",
         "            if not unit.registration.registered:",
-        test="tests/core/test_functional.py::test_evaluation_with_other_weights",
+        test="tests/core/test_functional.py::test_units_that_stay_gathered_go_on_as_before",
         families=("weights", "memory"),
     ),
     Fault(
