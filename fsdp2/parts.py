@@ -72,6 +72,8 @@ class PartMethods(nn.Module):
     # The caller ends iterations.
     set_manual_backward_finalization = finalization.set_manual_backward_finalization
     finalize_backward = finalization.finalize_backward
+    # Errors with advice.
+    load_state_dict = torch_errors.load_state_dict
 
 
 add_methods({name: each for name, each in vars(PartMethods).items() if not name.startswith("_")})

@@ -14,7 +14,7 @@ tensor subclasses, the inner tensors and their descriptions are sent.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -32,7 +32,7 @@ from ..dtensor.from_local import dtensor_over
 from ..dtensor.parts import local_part
 from ..dtensor.placement import this_rank
 from ..dtensor.subclasses import inner_of, is_subclass, kind_of
-from ..runtime.hooks import about_to_write, wrapper_prefix
+from ..runtime.hooks import about_to_write
 from ..runtime.unit import units_in
 from .spread import Spread, spread_of
 from .whole_subclasses import Inner, agreed, assembled, describe, spread_of_inner
@@ -486,3 +486,27 @@ def _plain(local: Tensor, name: str) -> Tensor:
             "DTensor.full_tensor() or fsdp2.checkpoint for it"
         )
     return local
+
+
+_WRAPPER_PREFIXES = (("module.", "DistributedDataParallel"), ("_orig_mod.", "torch.compile"))
+
+
+def wrapper_prefix(states: Collection[str], wanted: Iterable[str]) -> list[str]:
+    """What to do about keys to which a wrapper of the saved model has added a prefix.
+
+    Args:
+        states: the keys that exist.
+        wanted: keys that should exist.
+
+    Returns:
+        One sentence, or nothing if the keys have no such prefix.
+    """
+    first = next((key for key in wanted if key not in states), None)
+    for prefix, wrapper in _WRAPPER_PREFIXES:
+        if first is not None and prefix + first in states:
+            return [
+                f"The keys begin with '{prefix}', as those of a model inside {wrapper} do: call "
+                "torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, "
+                f"'{prefix}') before loading. "
+            ]
+    return []

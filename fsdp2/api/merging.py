@@ -15,7 +15,7 @@ from ..features.replaced_params import follow_modules
 from ..runtime.building import build_runtime, name_units
 from ..runtime.events import registry
 from ..runtime.hooks import StateDictHooks, UnitHooks, hooks_of
-from ..runtime.runtime import Runtime, last_order, runtime_of
+from ..runtime.runtime import Runtime, runtime_of
 from ..runtime.unit import ORIGINS, Unit, set_unit, units_in
 from .torch_compat import publish_state
 
@@ -116,6 +116,12 @@ def _check_between_steps(units: Sequence[Unit], runtimes: Sequence[Runtime]) -> 
 
 
 # -- which ---------------------------------------------------------------------------------------
+
+
+def last_order(root: Unit) -> list[Unit]:
+    """The units in the order of the last forward of ``root``; repeats in a row count once."""
+    orders = {} if root.runtime is None else runtime_of(root).schedule.orders
+    return [unit for unit, _ in groupby(orders.get(root, ()))]
 
 
 def _order(units: list[Unit], runtimes: list[Runtime], left: dict[str, str]) -> list[Unit]:

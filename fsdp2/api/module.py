@@ -14,7 +14,6 @@ from typing_extensions import override
 from ..common.classes import original_class
 from ..runtime.building import build_runtime
 from ..runtime.events import registry
-from ..runtime.hooks import wrapper_prefix
 from ..runtime.runtime import Runtime, runtime_of
 from ..runtime.unit import Unit, own_modules, unit_of, units_in
 from .deepcopy import ToBeCopied
@@ -346,18 +345,6 @@ class FSDPModule(_Base):
         super().zero_grad(set_to_none)  # parameters that no unit has
         for runtime in runtimes:
             runtime.release_gradients()
-
-    @override
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
-        """`nn.Module.load_state_dict`, with a hint in errors about a wrapper's name prefix."""
-        try:
-            return super().load_state_dict(state_dict, *args, **options)
-        except RuntimeError as error:
-            names = (name for name, _ in self.named_parameters())
-            advice = wrapper_prefix(state_dict, names)
-            if not advice:
-                raise
-            raise RuntimeError(f"{error}\n{advice[0]}") from None
 
     # -- inside -----------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ that a step makes takes longer. Each message still begins with torch's text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import EllipsisType
@@ -27,6 +27,8 @@ from ..features.early_free.freed_params import FreedParameterProxy
 from ..runtime.events import UnitPart, registry
 from ..runtime.unit import Unit, unit_holding
 from ..sharding.param import managed_param, param_gathered_as
+from .full_state import wrapper_prefix
+from .module import FSDPModule
 
 _DTENSOR = "torch.distributed.tensor.DTensor"
 _CLIPPING = "torch.nn.utils.clip_grad"
@@ -53,6 +55,20 @@ def _explain_errors() -> None:
     what = "torch's clip_grad_norm_, a call of all ranks,"
     for name in ("_get_total_norm", "_clip_grads_with_norm_"):
         wrap(f"{_CLIPPING}.{name}", partial(_naming_ranks, what))
+
+
+def load_state_dict(
+    self: FSDPModule, state_dict: Mapping[str, Any], *args: Any, **options: Any
+) -> Any:
+    """`nn.Module.load_state_dict`, with a hint in errors about a wrapper's name prefix."""
+    try:
+        return super(FSDPModule, self).load_state_dict(state_dict, *args, **options)
+    except RuntimeError as error:
+        names = (name for name, _ in self.named_parameters())
+        advice = wrapper_prefix(state_dict, names)
+        if not advice:
+            raise
+        raise RuntimeError(f"{error}\n{advice[0]}") from None
 
 
 # -- methods of DTensors ---------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..api.arguments import meant_reshard
+from ..api.merging import last_order
 from ..api.shard_model import Sharding, Strategy, find_strategy, reshard_of, sharding_of
 from ..comm.mesh_transports import groups_of
 from ..comm.transports import backend_name
@@ -27,7 +28,6 @@ from ..policy import (
     param_dtype_of,
     stored_dtype_of,
 )
-from ..runtime.runtime import last_order
 from ..runtime.unit import Unit, units_in
 from ..transports.host.exchange import EXCHANGE_MAX_RANKS
 from ..transports.host.links import places_of

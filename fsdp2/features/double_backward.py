@@ -1,7 +1,7 @@
 """A second backward, through the graph of a first one that was called with ``create_graph=True``.
 
 The first leaves a unit with the gradients of its inputs. A second backward comes by these, enters
-the unit there, and reads the weights again: the runtime keeps them (`Runtime.creates_graph`). The
+the unit there, and reads the weights again: the runtime keeps them (`Backward.creates_graph`). The
 reduction over ranks is not differentiated, so a backward through ``.grad`` is an error: without it,
 a penalty on gradients would silently have no effect on a loss that it is added to.
 """

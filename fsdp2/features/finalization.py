@@ -76,7 +76,7 @@ class Finalization(TreePart):
         self._check_finalize()
         runtime = self.runtime
         last = runtime.is_last_backward
-        with runtime.streams.ending(runtime.computed_on):
+        with runtime.streams.ending(runtime.backward.stream):
             # These are the last reductions, whatever was said of the backwards.
             runtime.held_open, runtime.is_last_backward = False, True
             try:
@@ -96,7 +96,7 @@ class Finalization(TreePart):
         """Wait for the reductions of a finalization that did not."""
         if self.pending is not handle:
             raise RuntimeError("This gradient reduction handle was invalidated by a reset")
-        with self.runtime.streams.ending(self.runtime.computed_on):
+        with self.runtime.streams.ending(self.runtime.backward.stream):
             self.runtime.complete_iteration()
             self.pending = None
             self.runtime.synchronize()

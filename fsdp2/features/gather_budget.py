@@ -105,7 +105,7 @@ class GatherBudget(TreePart):
     def unit_kept(self, unit: Unit, forward: Forward | None) -> None:
         """Let its modules hold shards, so that it may be freed: see the note above."""
         runtime = self.runtime
-        is_read = unit.running or unit.is_read_outside or runtime.creates_graph
+        is_read = unit.running or unit.is_read_outside or runtime.backward.creates_graph
         if not is_read and runtime.schedule.root is not unit:
             unit.register_sharded()
 
@@ -194,7 +194,7 @@ class GatherBudget(TreePart):
         """Whether ``unit``, which is gathered, is not in use: see the note above."""
         if unit.running or unit.backward_began or unit.is_read_outside:
             return False
-        if self.runtime.creates_graph:
+        if self.runtime.backward.creates_graph:
             return False  # a second backward may read any of them
         if not unit.recomputed:
             return _is_unseen(unit)
@@ -230,7 +230,7 @@ class GatherBudget(TreePart):
             return "its forward is running"
         if unit.backward_began:
             return "its backward is not over"
-        if self.runtime.creates_graph:
+        if self.runtime.backward.creates_graph:
             return "kept for a second backward"
         if unit.is_read_outside:
             return "its weight gradients are still to be computed"

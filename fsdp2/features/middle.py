@@ -71,7 +71,7 @@ class Middle:
         if is_transformed():
             return False  # hooks on tensors would be lost
         registration.check(module)
-        if registration.overrides:
+        if unit.runtime.on.before_compute:
             return False
         if graph:
             given: Sequence[torch.Tensor] = args

@@ -97,7 +97,9 @@ class EarlySteps(TreePart):
         if bucket.shard_device.type != "cpu" or bucket.aliases_shards:
             return
         # (Without sync, more is to come: such a backward reduces with `set_accumulate_sharded`.)
-        if not (runtime.ends_iteration and unit.config.sync_grads) or runtime.creates_graph:
+        if not (runtime.ends_iteration and unit.config.sync_grads):
+            return
+        if runtime.backward.creates_graph:
             return
         if unit.awaits_backward or DeferredSums.of(unit).groups:
             return

@@ -15,7 +15,7 @@ from torch import nn
 from ..comm.streams import streams_for
 from ..sharding.param import ShardedParam
 from .events import registry
-from .registration import is_lending, put
+from .registration import put
 from .runtime import Runtime, runtime_of
 from .unit import Unit, unit_of, units_in
 
@@ -36,7 +36,6 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     name_units(root_module, units)
     for ask in registry.on.before_tree:
         ask(root_module, root, units)
-    borrows = is_lending()
     # Freeing what is gathered would take away what others have put in its place.
     given = [x for unit in units for x in unit.registration.given_by_others()]
     # Units that ran as roots before may have gathers or reductions in flight, which only their own
@@ -45,11 +44,7 @@ def build_runtime(root_module: nn.Module) -> Runtime:
         for unit in old.units:
             _forward_gradients(unit)
         old.reset()
-    # The tree may run for the first time inside functional_call, whose tensors are in the modules
-    # now. Adopted below, they would stay the parameters after it has returned.
-    for unit in units if borrows else ():
-        unit.registration.register("sharded")
-    put(given if not borrows else ())
+    put(given)
     for follow in registry.on.modules_differ:
         follow(root_module, units)
     name_units(root_module, units)
@@ -73,9 +68,6 @@ def build_runtime(root_module: nn.Module) -> Runtime:
         unit.runtime = runtime
     for tell_planned in runtime.on.planned:
         tell_planned(root)
-    # The forward that begins compares what modules hold with what they should: that is how it
-    # learns of what functional_call lends it.
-    put(given if borrows else ())
     return runtime
 
 

@@ -15,7 +15,7 @@ keep memory alive, and those to parameters are counted.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -99,6 +99,10 @@ class TreePart:
         """``unit`` is about to be gathered, or to go on, for a forward of one of its modules, or
         for a recomputation of one (`Runtime.in_backward`)."""
 
+    def before_compute(self, unit: Unit) -> None:
+        """``unit`` is gathered, and its forward or a recomputation is next. Unlike all others, this
+        is told inside of the torch modes and transforms of the caller."""
+
     def forward_computed(self, unit: Unit) -> None:
         """That module has its output, and nothing was freed yet. Who hears this hears of all
         modules of a unit: otherwise, those between its first and last may leave out their hooks."""
@@ -154,6 +158,9 @@ class TreePart:
     def gradients_apart(self, unit: Unit, accumulates: bool | None) -> None:
         """Backward has entered ``unit`` and does not accumulate its gradients, or what is gathered
         is read where no hook is called (`Unit.is_read_outside`)."""
+
+    def backward_enters_inside(self, unit: Unit) -> None:
+        """Backward has entered a unit inside of ``unit``, which it may not have reached itself."""
 
     def backward_leaves(self, unit: Unit) -> None:
         """The gradients of one forward of ``unit`` are done, and it was freed if it is to be."""
@@ -218,6 +225,9 @@ class TreePart:
         """A user has called ``reshard``; ``unit`` may be gathered still."""
 
 
+_Part = TypeVar("_Part", bound=TreePart)
+
+
 class _Hearers:
     """The methods of parts, by event."""
 
@@ -256,6 +266,7 @@ class TreeEvents(_Hearers):
     root_forward_begins: _OfTree
     before_reuse: _OfUnit
     forward_begins: _OfUnit
+    before_compute: _OfUnit
     forward_computed: _OfUnit
     forward_ends: tuple[Callable[[Unit, Forward | None], None], ...]
     unit_kept: tuple[Callable[[Unit, Forward | None], None], ...]
@@ -271,6 +282,7 @@ class TreeEvents(_Hearers):
     backward_begins: _OfTree
     backward_enters: tuple[Callable[[Unit, Forward | None, bool | None], None], ...]
     gradients_apart: tuple[Callable[[Unit, bool | None], None], ...]
+    backward_enters_inside: _OfUnit
     backward_leaves: _OfUnit
     left_with_graph: tuple[Callable[[Unit, Sequence[torch.Tensor | None]], None], ...]
     before_reduce: _OfUnit
@@ -327,3 +339,30 @@ class Registry:
 
 
 registry = Registry()
+
+
+class Followed:
+    """A tree that parts follow: the base of `runtime.Runtime`.
+
+    Attributes:
+        registry: of the parts that may follow it.
+        on: what those hear that do.
+    """
+
+    registry: Registry = registry
+    on: TreeEvents
+    _parts: list[TreePart]
+
+    def part(self, kind: type[_Part]) -> _Part | None:
+        """The part of this class, if it follows this tree."""
+        return next((part for part in self._parts if isinstance(part, kind)), None)
+
+    def add(self, part: TreePart) -> None:
+        """Let ``part`` hear of this tree from the next event on, at its place in the registry."""
+        self._parts = sorted([*self._parts, part], key=self.registry.place_of)
+        self.on = TreeEvents(TreePart, self._parts)
+
+    def remove(self, part: TreePart) -> None:
+        """Tell ``part`` nothing any more."""
+        self._parts = [each for each in self._parts if each is not part]
+        self.on = TreeEvents(TreePart, self._parts)

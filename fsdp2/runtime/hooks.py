@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import MethodType
 from typing import Any, ClassVar
 
 import torch
@@ -31,15 +30,6 @@ from .registration import ModulesChanged
 from .runtime import runtime_of
 from .torch_modes import is_transformed, outside_torch_modes, skip_compile, type_checker
 from .unit import Forward, Unit, units_holding
-
-
-def is_wrapped(method: object, owner: nn.Module) -> bool:
-    """Whether ``method`` of ``owner`` is one of `UnitHooks.wrap_method`."""
-    if not isinstance(method, MethodType) or method.__self__ is not owner:
-        return False
-    # By its code, not by a mark on it: what `functools.wraps` puts around it would copy the mark.
-    code = getattr(method.__func__, "__code__", method)
-    return code in UnitHooks.wrap_method.__code__.co_consts
 
 
 class UnitHooks:
@@ -130,10 +120,10 @@ class UnitHooks:
         if self._inside_method:
             return self._cast_inputs(args, kwargs)
         outside_torch_modes(self._gather, module)
-        # Inside the modes again: making overrides whole and casting inputs is part of the user's
-        # computation, which transforms and autograd have to see.
-        if self.unit.registration.overrides:
-            self.unit.registration.register_overrides()
+        # Inside the modes again: what computes in the place of parameters, and the cast of inputs,
+        # are part of the user's computation, which transforms and autograd have to see.
+        for tell in self.unit.runtime.on.before_compute:
+            tell(self.unit)
         args, kwargs = self._cast_inputs(args, kwargs)
         if torch.is_grad_enabled():
             if self.unit.input_nodes and self.unit.running <= 1:
@@ -367,30 +357,6 @@ def _is_whole(value: Any, param: DTensor) -> bool:
         and not isinstance(value, DTensor)
         and value.shape == param.shape
     )
-
-
-_WRAPPER_PREFIXES = (("module.", "DistributedDataParallel"), ("_orig_mod.", "torch.compile"))
-
-
-def wrapper_prefix(states: Collection[str], wanted: Iterable[str]) -> list[str]:
-    """What to do about keys to which a wrapper of the saved model has added a prefix.
-
-    Args:
-        states: the keys that exist.
-        wanted: keys that should exist.
-
-    Returns:
-        One sentence, or nothing if the keys have no such prefix.
-    """
-    first = next((key for key in wanted if key not in states), None)
-    for prefix, wrapper in _WRAPPER_PREFIXES:
-        if first is not None and prefix + first in states:
-            return [
-                f"The keys begin with '{prefix}', as those of a model inside {wrapper} do: call "
-                "torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, "
-                f"'{prefix}') before loading. "
-            ]
-    return []
 
 
 class StateDictHooks:

@@ -42,8 +42,8 @@ def _replaced_text(unit_name: str, fqn: str, module: nn.Module, gone: bool) -> s
 
 _Columns = tuple[list[Any], list[Any], list[Any]]  # dictionaries, names and what they should hold
 
-# A dictionary, a name, and what somebody else has put there.
-Given = tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]
+# A dictionary, a name, what somebody else has put there, and in the place of what.
+Given = tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None, nn.Parameter]
 
 
 class ModulesChanged(Exception):
@@ -58,27 +58,14 @@ def _stands_in(given: object) -> bool:
 
 def put(given: Iterable[Given]) -> None:
     """Put back what others have registered, after something else has taken it away."""
-    for parameters, name, value in given:
+    for parameters, name, value, _ in given:
         parameters[name] = value
 
 
-class Lender(Protocol):
-    """Puts other tensors into modules for one forward, and takes them out itself.
-
-    Assignments of users after sharding are refused, since the next forward would overwrite them.
-    """
-
-    def is_lending(self) -> bool:
-        """Whether this runs inside such a forward."""
-
-    def fits(self, given: object, param: ShardedParam) -> bool:
-        """Whether ``given`` may compute in place of ``param`` in it."""
-
-    def whole_of(self, given: torch.Tensor, param: ShardedParam) -> torch.Tensor:
-        """The tensor that computes for ``param.unsharded``; collective if ``given`` is sharded."""
-
-
-lenders: list[Lender] = []  # the last one is asked
+# Assignments of users after sharding are refused, since the next forward would overwrite them. But
+# who is asked here with the unit's first module, a parameter and what is in all its places may say
+# that it is there for one forward, and will be taken out again.
+lenders: list[Callable[[nn.Module, ShardedParam, object], bool]] = []
 
 
 class WriteGuard(Protocol):
@@ -97,11 +84,6 @@ class WriteGuard(Protocol):
 write_guards: list[Callable[[], WriteGuard]] = []  # each unit has one of each
 
 
-def is_lending() -> bool:
-    """Whether modules hold tensors that are lent to them for this forward."""
-    return len(lenders) > 0 and lenders[-1].is_lending()
-
-
 GUARD = -1  # key in `_forward_pre_hooks`, which otherwise holds ids of handles (not negative)
 
 
@@ -110,8 +92,6 @@ class Registration:
 
     Attributes:
         registered: "sharded", "unsharded" or "secondary".
-        overrides: the parameters in whose place lent tensors compute, with these.
-        registered_before: what was registered when they came, and will be again afterwards.
         check_is_due: only followers were looked at since the last whole `check`.
     """
 
@@ -123,8 +103,6 @@ class Registration:
         self.unit_modules = unit_modules
         self.unit_name = type(unit_modules[0]).__name__
         self.registered = "sharded"
-        self.overrides: list[tuple[ShardedParam, torch.Tensor]] = []
-        self.registered_before = ""
         self._stand_ins: list[tuple[ShardedParam, torch.Tensor]] = []
         self._params: Sequence[ShardedParam] = ()
         self._fast: dict[str, list[tuple[dict[str, Any], str, nn.Parameter]]] = {}
@@ -133,7 +111,6 @@ class Registration:
         self._guarded: list[dict[int, Any]] = []
         self._guards_are_on = False
         self._write_guards = [make() for make in write_guards]
-        self.lent: list[Given] = []  # see `note_lent`
         self._by_module: dict[int, list[tuple[str, nn.Parameter]]] | None = None
         # For units of several modules: see `check`.
         self._of_module: dict[nn.Module, _Columns] = {}  # of unsharded ones
@@ -199,14 +176,11 @@ class Registration:
         # The assignments above have replaced them in the modules.
         if self._stand_ins:
             self._stand_ins.clear()
-        if self.lent:
-            self._keep_lent()
 
     def check(self, follower: nn.Module | None = None) -> None:
         """Check, before forward, that the modules hold what they were last made to hold.
 
-        If a user put something else there, `register` would silently take it away. What
-        a `Lender` put there is noted as ``overrides``.
+        If a user put something else there, `register` would silently take it away.
 
         Args:
             follower: a module of the unit that runs right after another one of it, whose check was
@@ -217,7 +191,7 @@ class Registration:
         Raises:
             RuntimeError: if a parameter was replaced or removed, or a write to it was lost.
         """
-        if follower is not None and self.registered == "unsharded" and not self.overrides:
+        if follower is not None and self.registered == "unsharded":
             self.check_is_due = True
             dicts, names, values = (self._of_module or self._split_columns())[follower]
             if all(map(is_, map(dict.get, dicts, names), values)):
@@ -225,10 +199,6 @@ class Registration:
         self.check_is_due = False
         for guard in self._write_guards:
             guard.check(self.unit_name)
-        # Left by a forward that raised: no hook runs after one, and functional_call has put its
-        # own parameters back itself.
-        if self.overrides:
-            self.overrides = []
         # By identity and in C, below a microsecond for ten parameters.
         dicts, names, values = self._expected[self.registered]
         if all(map(is_, map(dict.get, dicts, names), values)):
@@ -236,8 +206,6 @@ class Registration:
         for param in self._params:
             shown = getattr(param, self.registered)
             self._check_param(param, param.sharded if shown is None else shown)
-        if not self.lent:
-            self.registered_before = self.registered
 
     def is_current(self) -> bool:
         """Whether the modules hold what they were last made to hold."""
@@ -250,7 +218,7 @@ class Registration:
     def given_by_others(self) -> list[Given]:
         """What others have put in the place of what was registered."""
         return [
-            (dictionary, name, given)
+            (dictionary, name, given, own)
             for dictionary, name, own in zip(*self._expected[self.registered], strict=True)
             if (given := dictionary.get(name, own)) is not own and not _stands_in(given)
         ]
@@ -299,56 +267,13 @@ class Registration:
             return
         first = given[0]
         # A tied parameter is one slice of memory: other tensors under its names cannot all compute.
-        if (
-            all(value is first for value in given)
-            and is_lending()
-            and lenders[-1].fits(first, param)
-        ):
-            assert first is not None
-            self.overrides.append((param, first))
-            return
+        if all(value is first for value in given):
+            top = self.unit_modules[0]
+            if any(is_lent(top, param, first) for is_lent in lenders):
+                return
         module, name = param.owners[changed[0]]
         gone = name not in module._parameters
         raise RuntimeError(_replaced_text(self.unit_name, param.fqn, module, gone))
-
-    def note_lent(self) -> None:
-        """Remember what a `Lender` has put into the modules for a forward.
-
-        `register` puts it back until the lender has taken it out. A unit may be registered anew
-        before its own forward looks for overrides: when it is planned again after a move, when what
-        was kept gathered is out of date, or when it is freed to make room.
-        """
-        self.registered_before = self.registered
-        self.lent = self.given_by_others()
-
-    def _keep_lent(self) -> None:
-        # A forward that raised forgets nothing.
-        if not is_lending():
-            self.lent = []
-        put(self.lent)
-
-    def register_overrides(self) -> None:
-        """Let the overrides compute; to be called after `register`, before forward."""
-        for param, given in self.overrides:
-            whole = lenders[-1].whole_of(given, param)
-            for module, name in param.owners:
-                module._parameters[name] = whole  # type: ignore[assignment]
-
-    def put_back_overrides(self) -> None:
-        """After forward, put back what a `Lender` registered."""
-        # On its way out it puts back what it found, which are parameters of the kind that was
-        # registered when it came. A unit that stays gathered would take those for a user's writes.
-        if self.registered != self.registered_before:
-            self.register(self.registered_before)
-        for param, given in self.overrides:
-            for module, name in param.owners:
-                module._parameters[name] = given  # type: ignore[assignment]
-        self.overrides = []
-
-    def forget_overrides(self) -> None:
-        """Drop those of a forward that raised, before backward recomputes an earlier one."""
-        self.overrides = []
-        self.register(self.registered)
 
     def _switch_guards(self, on: bool) -> None:
         self._guards_are_on = on

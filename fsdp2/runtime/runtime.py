@@ -11,8 +11,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from itertools import groupby
-from typing import TypeVar
 
 import torch
 from torch import nn
@@ -20,11 +18,11 @@ from torch.autograd import Variable
 
 from ..comm.streams import Event, Streams, streams_for
 from ..common.failures import accumulation_lost, parameters_are_gone
-from .events import Registry, TreeEvents, TreePart, registry
+from .events import Followed, TreeEvents, TreePart
 from .param_group import requires_grad_of
 from .reduction import Reduction, ReductionsInFlight
-from .registration import ModulesChanged, is_lending, put
-from .schedule import Lookahead, Schedule
+from .registration import ModulesChanged, put
+from .schedule import Backward, Lookahead, Residency, Schedule
 from .states import GATHERED, RESHARDED, AfterForward, State
 from .torch_modes import (
     NOT_TRACED,
@@ -39,29 +37,26 @@ from .unit import Forward, Unit
 UNITS_IN_FLIGHT = 2
 UNITS_IN_FLIGHT_ON_HOST = 1
 
-_Part = TypeVar("_Part", bound=TreePart)
 
-
-class Runtime:
+class Runtime(Followed):
     """State shared by the units of one tree.
 
     Attributes:
         units: all units, in the order of the module tree; ``root`` is the outermost.
         streams: the streams and the order between them.
         reductions: reductions that were launched and are not complete.
-        creates_graph: whether the last backward was called with ``create_graph=True``: a second one
-            may go through it, and reads the weights again.
+        backward: the run of autograd that has come to the tree last.
+        num_backwards: how many have.
+        in_backward: whether the last one is not over.
         is_last_backward: whether the end of the next backward waits for the reductions.
         held_open: whether an iteration goes on after its backwards: gradients that no hook has
             reduced stay where they are.
         in_iteration: whether a backward has begun whose iteration has not ended.
         schedule: what ran, what is expected, and where backward may still come to.
         lookahead: what is gathered before it is needed.
-        computed_on: the stream of the last backward, on which it ends; of devices that have some.
+        residency: what stays gathered after forward and backward.
         on: what parts of the library hear of this tree.
     """
-
-    registry: Registry = registry  # of the parts that may follow a tree
 
     def __init__(self, root: Unit, units: Sequence[Unit], device: torch.device) -> None:
         self.root = root
@@ -79,36 +74,14 @@ class Runtime:
         self.in_iteration = False
         self.optimizer_event: Event = None
         self.schedule = Schedule()
-        self._leads_to_backward = False
         self.in_backward = False
-        self._adds_to_reductions = False
-        self.computed_on = self.streams.compute
-        self._end: weakref.ref[object] = weakref.ref(self)  # dead once a backward is over or raised
-        self.creates_graph = False
+        self.backward = Backward(self.streams.compute)
         self.num_backwards = 0
-        self._carried_unit: Unit | None = None
-        self._kept_unit: Unit | None = None  # as it was expected to run again at once
-        self._borrows = False  # whether what modules hold is lent to them for this forward
         self.lookahead = Lookahead(self.streams)
+        self.residency = Residency()
         self.registry.trees.add(self)
         made = (kind.of(self) for kind in self.registry.tree_parts)
         self._parts = [part for part in made if part is not None]
-        self.on = TreeEvents(TreePart, self._parts)
-
-    # -- parts ------------------------------------------------------------------------------
-
-    def part(self, kind: type[_Part]) -> _Part | None:
-        """The part of this class, if it follows this tree."""
-        return next((part for part in self._parts if isinstance(part, kind)), None)
-
-    def add(self, part: TreePart) -> None:
-        """Let ``part`` hear of this tree from the next event on, at its place in the registry."""
-        self._parts = sorted([*self._parts, part], key=self.registry.place_of)
-        self.on = TreeEvents(TreePart, self._parts)
-
-    def remove(self, part: TreePart) -> None:
-        """Tell ``part`` nothing any more."""
-        self._parts = [each for each in self._parts if each is not part]
         self.on = TreeEvents(TreePart, self._parts)
 
     # -- forward ----------------------------------------------------------------------------
@@ -132,15 +105,13 @@ class Runtime:
         for tell in self.on.forward_begins:
             tell(unit)
         if self.in_backward:  # recomputation of activations
-            if unit.registration.overrides:
-                unit.registration.forget_overrides()
             unit.unshard(self.streams)
             unit.recomputed = True
             if not unit.backward_began and not unit.has_graph:
                 unit.recomputes_all = True
             return
-        if self._kept_unit is not None:
-            self._free_kept(beside=unit)
+        if schedule.repeats is not None:
+            self._free_repeated(unless=unit)
         follows = schedule.ran and schedule.ran[-1] is unit
         unit.registration.check(module if follows else None)
         unit.unshard(self.streams)
@@ -151,23 +122,17 @@ class Runtime:
     def _begin_forward(self, unit: Unit) -> None:
         for ask in self.on.before_root_forward:
             ask()
-        self._borrows = is_lending()
-        if self._borrows:
-            # Before anything registers parameters, as `reset` does.
-            for other in self.units:
-                other.registration.note_lent()
         if self.in_backward:  # of a backward that raised
             self.reset()
         if torch.jit.is_tracing():
             raise RuntimeError(NOT_TRACED.format("torch.jit.trace"))
         if self.schedule.root is not None:
             self.reset()
-        if not self._borrows and not all(u.registration.is_current() for u in self.units):
+        if not all(u.registration.is_current() for u in self.units):
             raise ModulesChanged
         for tell in self.on.root_forward_begins:
             tell()
-        self.schedule.begin_root(unit)
-        self._leads_to_backward = torch.is_grad_enabled()
+        self.schedule.begin_root(unit, leads_to_backward=torch.is_grad_enabled())
         self.streams.before_gathers(self.optimizer_event)
         # It marks one optimizer step and no later write: the next forward waits for all of compute.
         self.optimizer_event = None
@@ -190,7 +155,7 @@ class Runtime:
         """Let compute wait for what a backward that raised still adds to gradients: users may write
         them next."""
         if self.in_backward and self.streams.stream_ordered and not autograd_is_running():
-            with self.streams.ending(self.computed_on):
+            with self.streams.ending(self.backward.stream):
                 self.reductions.abandon(self.streams)
 
     def free_written(self, unit: Unit) -> None:
@@ -225,56 +190,49 @@ class Runtime:
             called = modules_being_called()
             unit.running = max(0, sum(called[module] for module in unit.modules) - 1)
         unit.has_graph = differentiable
-        if differentiable or (unit.recomputes_all and self._leads_to_backward):
-            self.schedule.end(unit, forward if differentiable else None)
-        outermost = self.schedule.root is unit and not unit.running
-        runs_next = unit.running > 0 or unit in self.schedule.next(1)
+        schedule, left = self.schedule, forward if differentiable else None
+        if differentiable or (unit.recomputes_all and schedule.leads_to_backward):
+            schedule.end(unit, left)
+        outermost = schedule.root is unit and not unit.running
+        runs_next = unit.running > 0 or unit in schedule.next(1)
         if unit.registration.check_is_due and not runs_next:
             unit.registration.check()
-        after = unit.after_forward(
+        after = self.residency.after_forward(
+            unit,
             differentiable=differentiable,
             runs_next=runs_next,
-            ends_forward=not outermost and self.schedule.is_last(unit),
+            ends_forward=not outermost and schedule.is_last(unit),
         )
-        if unit.registration.overrides:
-            # torch puts back the tensors that it found: they must not be without memory then.
-            after = _AS_FOUND.get(unit.registration.registered_before, after)
-        if after is AfterForward.KEEP:
-            if runs_next and unit.reshard_after_forward is not False:
-                self._kept_unit = unit
-            for tell_kept in self.on.unit_kept:
-                tell_kept(unit, forward if differentiable else None)
-        elif after is AfterForward.CARRY:
-            self._carried_unit = unit
+        if after is AfterForward.KEEP_FOR_BACKWARD:
+            schedule.begins_backward = unit
             unit.register_sharded()
+        elif after is AfterForward.KEEP or after is AfterForward.KEEP_TO_REPEAT:
+            if after is AfterForward.KEEP_TO_REPEAT:
+                schedule.repeats = unit
+            for tell_kept in self.on.unit_kept:
+                tell_kept(unit, left)
         else:
-            secondary = after is AfterForward.FREE_TO_SECONDARY
-            unit.reshard(self.streams, to_secondary=secondary)
-        if unit.registration.overrides:
-            unit.registration.put_back_overrides()
+            unit.reshard(self.streams, to_secondary=after is AfterForward.FREE_TO_SECONDARY)
         for tell_end in self.on.forward_ends:
-            tell_end(unit, forward if differentiable else None)
+            tell_end(unit, left)
         if outermost:
             self._end_forward()
             if not differentiable and self._offloads:
                 self.streams.synchronize()  # else backward does; then the host may write shards
 
-    def _free_kept(self, *, beside: Unit | None = None) -> None:
+    def _free_repeated(self, *, unless: Unit | None = None) -> None:
         """Free the unit that was kept to run again, if it does not: another one runs, or none."""
-        unit, self._kept_unit = self._kept_unit, None
-        if unit is not None and unit is not beside and not unit.running:
+        unit, self.schedule.repeats = self.schedule.repeats, None
+        if unit is not None and unit is not unless and not unit.running:
             unit.reshard(self.streams)
 
     def _end_forward(self) -> None:
-        if self._kept_unit is not None:
-            self._free_kept()
+        if self.schedule.repeats is not None:
+            self._free_repeated()
         for unit in self.units:
             unit.running = 0  # more where a forward raised, and its caller went on
             if unit.state is State.GATHERING:  # prefetched, but did not run
                 unit.reshard(self.streams)
-        if self._borrows:
-            for unit in self.units:
-                unit.registration.lent = []
         self.schedule.end_root()
 
     # -- backward ---------------------------------------------------------------------------
@@ -289,7 +247,7 @@ class Runtime:
             accumulates: whether this run of autograd accumulates gradients of the unit's
                 parameters: ``autograd.grad`` does not. None: none are trained.
         """
-        if self.in_backward and self._end() is None:
+        if self.in_backward and self.backward.end() is None:
             self.reset()  # an earlier backward raised, and no forward ran since
         group = unit.param_group
         if forward is not None and (group.dirty or forward.num_plans != group.num_plans):
@@ -311,8 +269,8 @@ class Runtime:
                 tell_apart(unit, accumulates)
         if not config.reduce_grads or unit.gradients.sums:
             unit.gradients.sum_in_reduce_dtype(wanted=not config.reduce_grads)
-        if unit is self._carried_unit:
-            self._carried_unit = None
+        if unit is self.schedule.begins_backward:
+            self.schedule.begins_backward = None
             if unit.is_rewritten():
                 unit.reshard(self.streams)
         # If some were freed early, all that backward reads is there still.
@@ -330,7 +288,8 @@ class Runtime:
             if parent.param_group.params:
                 if parent.state in RESHARDED and parent.entered_in != self.num_backwards:
                     self._gather_passed(parent, entered or forward)
-                self._reduce_early(parent)
+                for tell_inside in self.on.backward_enters_inside:
+                    tell_inside(parent)
 
     def _gather_passed(self, parent: Unit, forward: Forward | None) -> None:
         """A loss of an output inside of ``parent``: backward comes to what it computed before."""
@@ -351,20 +310,21 @@ class Runtime:
             group = unit.param_group
             if tuple(map(requires_grad_of, group.shown)) != group.trains:
                 group.follow_freezing(midway=True)
-        # Those of earlier backwards of the iteration cannot be told from this one's any more.
-        self._adds_to_reductions = bool(self.reductions)
-        self.computed_on = self.streams.compute
-        self.creates_graph = torch.is_grad_enabled()  # autograd sets it so for hooks
         self.num_backwards += 1
         # Autograd forgets it when the backward is over, also when that raises.
         end = partial(self.end_backward)
-        self._end = weakref.ref(end)
+        self.backward = Backward(
+            self.streams.compute,
+            creates_graph=torch.is_grad_enabled(),  # autograd sets it so for hooks
+            adds_to_reductions=bool(self.reductions),
+            end=weakref.ref(end),
+        )
         Variable._execution_engine.queue_callback(end)
 
     @property
     def will_end_backward(self) -> bool:
         """Whether autograd is going to call `end_backward`."""
-        return self._end() is not None
+        return self.backward.end() is not None
 
     def _notice_failed_forward(self) -> None:
         """A forward has begun and not ended: it called this backward, or it has raised.
@@ -391,17 +351,13 @@ class Runtime:
             return  # another module of the group: their gradients are reduced together
         self.reduce(unit)
         if not runs_next and not unit.running:
-            if self.frees(unit):
+            if self.residency.frees_after_backward(unit, self.backward):
                 unit.reshard(self.streams)
             else:
                 for tell_kept in self.on.unit_kept:
                     tell_kept(unit, None)
         for tell in self.on.backward_leaves:
             tell(unit)
-
-    def frees(self, unit: Unit) -> bool:
-        """Whether backward frees ``unit``: not if a second backward is to go through it."""
-        return unit.config.reshard_after_backward and not self.creates_graph
 
     def reduce(
         self, unit: Unit, *, direct_only: bool = False, final: bool = False, keep: bool = False
@@ -443,19 +399,6 @@ class Runtime:
         for tell in self.on.reduction_completed if complete else self.on.before_completion:
             tell(unit, reduction)
 
-    def _reduce_early(self, parent: Unit) -> None:
-        """Reduce large gradients of an enclosing unit that are already complete.
-
-        The head of a language model belongs to the root, and its gradient is done when backward
-        enters the last block. Otherwise it would be held until the embedding's is done, too.
-        """
-        config = parent.config
-        if not (parent.backward_began and config.reduce_grads) or parent.gradients.holds_earlier:
-            return
-        if config.reduce_unused:
-            return  # which gradients are complete by now differs from rank to rank
-        self.reduce(parent, direct_only=True)
-
     @property
     def ends_iteration(self) -> bool:
         """Whether reductions that start now are the last before users look at ``.grad``."""
@@ -470,12 +413,12 @@ class Runtime:
         # `.grad` on the host, so the copies that completion depends on must be behind that wait.
         # `in_backward` comes after: if anything above raises, the next forward finds it set, with
         # no autograd running, and resets the tree.
-        with self.streams.ending(self.computed_on):
+        with self.streams.ending(self.backward.stream):
             self.reduce_left()
             if self.ends_iteration:
                 self.complete_iteration()
             self.free_units()
-        self._carried_unit = None
+        self.schedule.begins_backward = None
         self.schedule.end_pass()
         self.in_backward = False
         for tell in self.on.backward_ends:
@@ -518,26 +461,27 @@ class Runtime:
         self.in_iteration = False
         for tell in self.on.iteration_ends:
             tell()
-        if self.creates_graph:
+        if self.backward.creates_graph:
             for refuse in self.on.graph_created:
                 refuse()
         self.schedule.end_iteration()
 
     def free_units(self) -> None:
+        backward, frees = self.backward, self.residency.frees_after_backward
         for unit in self.units:
             if unit.running:
                 continue  # backward ran inside of its forward, which goes on
             if unit.input_nodes:
                 # Recomputation ends a forward by an exception. What its node leads to would stay.
                 unit.input_nodes.clear()
-            if unit.state is not State.SHARDED and self.frees(unit):
+            if unit.state is not State.SHARDED and frees(unit, backward):
                 unit.reshard(self.streams)
             elif unit.state is not State.SHARDED:
                 if unit.state is State.GATHERING:
                     unit.wait_unshard(self.streams)  # or the optimizer would overtake it
                 for tell in self.on.unit_kept:
                     tell(unit, None)
-            if self.creates_graph and unit.config.reshard_after_backward and not unit.running:
+            if backward.creates_graph and unit.config.reshard_after_backward and not unit.running:
                 unit.register_sharded()
         self.synchronize()
 
@@ -592,10 +536,10 @@ class Runtime:
                 unit.name
                 for unit in self.units
                 if not discard
-                and (self._adds_to_reductions or unit.gradients.earlier_are_left())
+                and (self.backward.adds_to_reductions or unit.gradients.earlier_are_left())
                 and unit.param_group.params
             ]
-            with self.streams.ending(self.computed_on):
+            with self.streams.ending(self.backward.stream):
                 mixed = self.reductions.discard(self.streams)
             if not discard:
                 of = {param: unit.name for unit in self.units for param in unit.params}
@@ -618,7 +562,7 @@ class Runtime:
         self.synchronize()
         self.schedule.end_iteration()
         self.schedule.end_pass()
-        self._carried_unit = self._kept_unit = None
+        self.schedule.repeats = self.schedule.begins_backward = None
         self.in_backward = self.in_iteration = False
         self.schedule.root = None
         for tell in self.on.tree_reset:
@@ -630,19 +574,9 @@ class Runtime:
             raise accumulation_lost(lost)
 
 
-# After a forward with others, by what of its own parameters `torch.func.functional_call` found.
-_AS_FOUND = {"unsharded": AfterForward.KEEP, "secondary": AfterForward.FREE_TO_SECONDARY}
-
-
 def runtime_of(unit: Unit) -> Runtime:
     """The runtime of the tree that ``unit`` is in; it exists from the first forward on."""
     return unit.runtime  # type: ignore[return-value]
-
-
-def last_order(root: Unit) -> list[Unit]:
-    """The units in the order of the last forward of ``root``; repeats in a row count once."""
-    orders = {} if root.runtime is None else runtime_of(root).schedule.orders
-    return [unit for unit, _ in groupby(orders.get(root, ()))]
 
 
 def _largest_bytes(unit: Unit) -> int:

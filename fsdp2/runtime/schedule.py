@@ -1,4 +1,5 @@
-"""What ran in a tree of units, what is expected next, and where backward may still come to.
+"""What ran in a tree of units, what is expected next, and where backward may still come to; and
+the policies that follow from it: what to gather ahead, and what stays gathered.
 
 The order of the last forward predicts the next one. Backward may run at any time and in pieces:
 inside the loss, inside another forward, for inputs now and for weights later, for one micro-batch
@@ -14,10 +15,12 @@ one rank only: a rank that keeps a loss to look at it would gather what the othe
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from ..comm.streams import Streams
-from .states import RESHARDED
+from .states import RESHARDED, AfterForward
 from .unit import Forward, Unit, is_awaited
 
 # Forwards without a graph that are remembered; more of them are never recomputed.
@@ -34,6 +37,9 @@ class Schedule:
         expected: those of the last forward of ``root``.
         ran: those of this one so far.
         predicted: whether ``ran`` is how ``expected`` begins.
+        leads_to_backward: whether this forward began with gradients enabled.
+        repeats: the unit that stays gathered, as it is expected to run again at once.
+        begins_backward: the one that stays gathered, as backward is expected to begin with it.
         outstanding: the numbers of outermost forwards of this iteration that have left a graph
             where backward has not been.
     """
@@ -43,7 +49,9 @@ class Schedule:
         self.orders: dict[Unit, list[Unit]] = {}
         self.expected: list[Unit] = []
         self.ran: list[Unit] = []
-        self.predicted = False
+        self.predicted = self.leads_to_backward = False
+        self.repeats: Unit | None = None
+        self.begins_backward: Unit | None = None
         self.outstanding: set[int] = set()
         # Of the last one, the last that has left a graph, and the last that backward has reached.
         self._number = self._left_graph = self._reached = 0
@@ -54,7 +62,7 @@ class Schedule:
 
     # -- forward ----------------------------------------------------------------------------
 
-    def begin_root(self, unit: Unit) -> None:
+    def begin_root(self, unit: Unit, *, leads_to_backward: bool) -> None:
         """An outermost forward, of ``unit``, begins.
 
         If the unit had one before in this pass, this is another pass over the model. (A pass may
@@ -68,6 +76,7 @@ class Schedule:
         self.expected = self.orders.get(unit, [])
         self.predicted = bool(self.expected)
         self.ran = []
+        self.leads_to_backward = leads_to_backward
 
     def begin(self, unit: Unit) -> None:
         """A forward of ``unit`` begins, inside of ``root`` or of ``root`` itself."""
@@ -163,6 +172,63 @@ class Schedule:
             if not forward.entered:
                 forward.unit.recomputes_all = False
         self._ungraphed.clear()
+
+
+@dataclass(slots=True)
+class Backward:
+    """One run of autograd that has come to a tree of units.
+
+    Attributes:
+        stream: what it runs and ends on; of devices that have streams.
+        creates_graph: whether it was called with ``create_graph=True``: a second one may go through
+            it, and reads the weights again.
+        adds_to_reductions: whether it began with reductions of others in flight, whose gradients
+            cannot be told from its own any more.
+        end: returns None once it is over or has raised.
+    """
+
+    stream: Any
+    creates_graph: bool = False
+    adds_to_reductions: bool = False
+    end: Callable[[], object] = object
+
+
+class Residency:
+    """What becomes of gathered parameters when a forward or a backward leaves their unit.
+
+    It follows from settings and from the order of the last forward, which all ranks know: ranks
+    that decided differently would hang at the next gather.
+    """
+
+    def after_forward(
+        self, unit: Unit, *, differentiable: bool, runs_next: bool, ends_forward: bool
+    ) -> AfterForward:
+        """A forward of ``unit`` has ended.
+
+        Args:
+            differentiable: whether backward may reach this forward.
+            runs_next: whether the order says that the unit runs again at once.
+            ends_forward: whether the order says that this was the last unit inside the root.
+        """
+        policy = unit.reshard_after_forward
+        if not differentiable and unit.config.reshard_after_forward is None:
+            policy = True  # the root is kept for backward, and none will come
+        if runs_next and unit.reshard_after_forward is not False:
+            return AfterForward.KEEP_TO_REPEAT
+        if policy is False or runs_next:
+            return AfterForward.KEEP
+        if ends_forward and differentiable and policy is True:
+            # The last unit of forward is the first of backward: freeing it would save nothing.
+            # With an int the user asked for secondary shards instead.
+            return AfterForward.KEEP_FOR_BACKWARD
+        # Secondary shards only make the gather in backward cheaper. Without one they are waste.
+        if type(policy) is int and differentiable and unit.config.unshard_in_backward:
+            return AfterForward.FREE_TO_SECONDARY
+        return AfterForward.FREE
+
+    def frees_after_backward(self, unit: Unit, backward: Backward) -> bool:
+        """Whether ``backward`` frees ``unit``: not if a second one is to go through it."""
+        return unit.config.reshard_after_backward and not backward.creates_graph
 
 
 class Lookahead:

@@ -46,6 +46,7 @@ class AfterForward(Enum):
     """What happens to gathered parameters when a forward of their unit ends."""
 
     KEEP = "keep"  # gathered and registered
+    KEEP_TO_REPEAT = "keep to repeat"  # the same, until another unit runs or forward ends
+    KEEP_FOR_BACKWARD = "keep for backward"  # gathered; users see the shards
     FREE = "free"
     FREE_TO_SECONDARY = "free to secondary"  # larger shards stay, for a cheaper gather
-    CARRY = "carry"  # gathered, for the backward that begins with it; users see the shards

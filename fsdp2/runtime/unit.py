@@ -28,7 +28,7 @@ from ..sharding.param import ShardedParam, managed_as
 from ..sharding.plans import GatherBatch, GatherPlan
 from .param_group import ParamGroup
 from .registration import Registration
-from .states import GATHERED, RESHARDED, TRANSITIONS, AfterForward, State
+from .states import GATHERED, RESHARDED, TRANSITIONS, State
 from .unit_config import UnitConfig
 from .unit_grads import UnitGrads
 
@@ -42,6 +42,7 @@ ORIGINS: MutableMapping[torch.Tensor, tuple[Unit, ShardedParam]] = WeakTensorKey
 class GatherEvents(Protocol):
     """What a unit tells of its gathers: of `events.TreeEvents`, which imports this file."""
 
+    before_compute: tuple[Callable[[Unit], None], ...]
     gather_requested: tuple[Callable[[Unit], None], ...]
     before_planning: tuple[Callable[[Unit], None], ...]
     planned: tuple[Callable[[Unit], None], ...]
@@ -57,7 +58,6 @@ class TreeRuntime(Protocol):
     """What a unit needs of its tree's runtime: of `runtime.Runtime`, which imports this file."""
 
     in_backward: bool
-    creates_graph: bool
     units: list[Unit]
 
     @property
@@ -216,33 +216,6 @@ class Unit:
     def awaits_backward(self) -> bool:
         """Whether a graph exists through which backward may still reach this unit."""
         return any(map(is_awaited, self.forwards))
-
-    def after_forward(
-        self, *, differentiable: bool, runs_next: bool, ends_forward: bool
-    ) -> AfterForward:
-        """What happens to the gathered parameters when a forward of this unit has ended.
-
-        It follows from settings and from the order of the last forward, which all ranks know:
-        ranks that decided differently would hang at the next gather.
-
-        Args:
-            differentiable: whether backward may reach this forward.
-            runs_next: whether that order says that the unit runs again at once.
-            ends_forward: whether that order says that this was the last unit inside the root.
-        """
-        policy = self.reshard_after_forward
-        if not differentiable and self.config.reshard_after_forward is None:
-            policy = True  # the root is kept for backward, and none will come
-        if policy is False or runs_next:
-            return AfterForward.KEEP
-        if ends_forward and differentiable and policy is True:
-            # The last unit of forward is the first of backward: freeing it would save nothing.
-            # With an int the user asked for secondary shards instead.
-            return AfterForward.CARRY
-        # Secondary shards only make the gather in backward cheaper. Without one they are waste.
-        if type(policy) is int and differentiable and self.config.unshard_in_backward:
-            return AfterForward.FREE_TO_SECONDARY
-        return AfterForward.FREE
 
     def materialize(self, streams: Streams) -> None:
         """Make everything that gathers need, before the first one."""

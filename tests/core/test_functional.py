@@ -370,6 +370,60 @@ def test_a_forward_fails_before_the_backward_of_an_earlier_one() -> None:
 
 
 @distributed(2)
+def test_units_that_stay_gathered_go_on_as_before() -> None:
+    """They hold what they held, so that the next forward does not build their tree anew."""
+    from fsdp2.runtime.unit import units_in  # torch's shim has none
+
+    model, plain = pair(MLP, reshard_after_forward=False)
+    run_both(MLP, model, plain, 0)
+    runtimes = {unit: unit.runtime for unit in units_in(model)}
+    given = given_as("whole", model, other := other_weights(plain))
+    (x,) = MLP.batch(3, dist.get_rank(), torch.float64)
+    with torch.no_grad():
+        assert_same(functional_call(model, given, (x,)), other(x), "output")
+        assert_same(model(x), plain(x), "output")
+    assert all(unit.runtime is runtime for unit, runtime in runtimes.items())
+
+
+class CallsInside(nn.Module):
+    """Its forward computes with one of its layers as it is, then with other parameters of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.given: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        x = functional_call(self.first, self.given, (x,)) if self.given else self.first(x)
+        assert isinstance(x, Tensor)
+        return self.last(x.tanh())
+
+
+INSIDE = Case("inside", CallsInside, lambda m: [m.get_submodule("first")], normal_batch(3, 4))
+
+
+@pytest.mark.parametrize("options", ["plain", "kept"])
+@distributed(2)
+def test_a_call_inside_of_the_outermost_forward(options: str) -> None:
+    """The layer's own parameters get the gradients of its own computation alone."""
+    model, plain = pair(INSIDE, **OPTIONS[options])
+    (x,) = INSIDE.batch(3, dist.get_rank(), torch.float64)
+    for _ in range(2):
+        for module in (model, plain):
+            other = {"weight": torch.eye(4, dtype=torch.float64), "bias": x[0].detach()}
+            vars(module)["given"] = other
+        run_both(INSIDE, model, plain, 1)
+        assert_same_gradients(model, plain)
+        for module in (model, plain):
+            vars(module)["given"] = {}
+        run_both(INSIDE, model, plain, 2)
+        assert_same_gradients(model, plain)
+        for module in (model, plain):
+            module.zero_grad()
+
+
+@distributed(2)
 def test_tied_parameters_have_one_value() -> None:
     model, plain = pair(TRANSFORMER)
     given = given_as("sharded", model, other_weights(plain))

@@ -256,8 +256,8 @@ FAULTS = (
     ),
     Fault(
         "what a second backward reads is freed, and gathered again",
-        ROOT,
-        "return unit.config.reshard_after_backward and not self.creates_graph",
+        "runtime/schedule.py",
+        "return unit.config.reshard_after_backward and not backward.creates_graph",
         "return unit.config.reshard_after_backward",
         test="tests/core/test_double_backward.py"
         "::test_a_penalty_on_the_gradient_that_a_backward_has_left_on_the_input",
@@ -434,18 +434,18 @@ FAULTS = (
     ),
     # -- registration and hooks --------------------------------------------------------------
     Fault(
-        "functional_call leaves its tensors in units that stay gathered",
-        REGISTRATION,
-        "        if self.registered != self.registered_before:\n            self.register(",
-        "        if not self.registered:\n            self.register(",
-        test="tests/core/test_functional.py::test_evaluation_with_other_weights",
+        "units that stay gathered are built anew after functional_call",
+        "features/functional_call.py",
+        "            if unit.registration.registered != self.found[unit]:",
+        "            if not unit.registration.registered:",
+        test="tests/core/test_functional.py::test_units_that_stay_gathered_go_on_as_before",
         families=("weights", "memory"),
     ),
     Fault(
         "what functional_call lent is put back after it has returned",
-        REGISTRATION,
-        "        if not is_lending():\n            self.lent = []",
-        "        if not is_lending():\n            pass",
+        "features/functional_call.py",
+        "                self.lent.clear()",
+        "                pass",
         test="tests/core/test_functional.py"
         "::test_a_forward_fails_before_the_backward_of_an_earlier_one",
         families=("weights", "failures"),

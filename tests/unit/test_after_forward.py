@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2.runtime.schedule import Residency
 from fsdp2.runtime.states import AfterForward
 from fsdp2.runtime.unit import Unit
 from fsdp2.runtime.unit_config import UnitConfig
 
-KEEP, FREE, CARRY = AfterForward.KEEP, AfterForward.FREE, AfterForward.CARRY
+KEEP, TO_REPEAT, FREE = AfterForward.KEEP, AfterForward.KEEP_TO_REPEAT, AfterForward.FREE
+FOR_BACKWARD = AfterForward.KEEP_FOR_BACKWARD
 TO_SECONDARY = AfterForward.FREE_TO_SECONDARY
 
 
@@ -23,12 +25,15 @@ def decided(chosen: bool | int | None, *, is_root: bool = False, **facts: bool) 
     )
     unit = Unit((nn.Linear(1, 1),), mesh, torch.device("cpu"), config)
     unit.choose_reshard(is_root=is_root)
-    return unit.after_forward(**{"runs_next": False, "ends_forward": False, **facts})
+    return Residency().after_forward(unit, **{"runs_next": False, "ends_forward": False, **facts})
 
 
 def test_units_that_run_again_at_once_and_those_that_a_user_keeps_are_kept() -> None:
-    for chosen, differentiable in product((None, True, False, 2), (True, False)):
-        assert decided(chosen, differentiable=differentiable, runs_next=True) is KEEP
+    for differentiable in (True, False):
+        for chosen in (None, True, 2):
+            assert decided(chosen, differentiable=differentiable, runs_next=True) is TO_REPEAT
+        assert decided(False, differentiable=differentiable, runs_next=True) is KEEP
+        assert decided(None, is_root=True, differentiable=differentiable, runs_next=True) is KEEP
     for differentiable, ends in product((True, False), repeat=2):
         assert decided(False, differentiable=differentiable, ends_forward=ends) is KEEP
 
@@ -38,9 +43,9 @@ def test_what_a_root_keeps_by_default_is_for_a_backward() -> None:
     assert decided(None, is_root=True, differentiable=False) is FREE
 
 
-def test_the_last_unit_of_forward_is_carried_into_backward() -> None:
+def test_the_last_unit_of_forward_is_kept_for_backward() -> None:
     for chosen in (None, True):
-        assert decided(chosen, differentiable=True, ends_forward=True) is CARRY
+        assert decided(chosen, differentiable=True, ends_forward=True) is FOR_BACKWARD
         assert decided(chosen, differentiable=True) is FREE
         assert decided(chosen, differentiable=False, ends_forward=True) is FREE
 

@@ -24,8 +24,7 @@ ALLOWED = {
     # What users pass: checked where it comes in, or handed on as it is.
     "policy.py": "placement mesh mesh_info",
     "api/fully_shard.py": "class_adapters own placement",
-    "api/module.py": "modules args kwargs options state_dict fn protocol "
-    "__new__() load_state_dict() _apply() __reduce_ex__()",
+    "api/module.py": "modules args kwargs fn protocol __new__() _apply() __reduce_ex__()",
     "runtime/unit_config.py": "all_reduce_stream",
     # Users' tensor subclasses: their methods and attributes.
     "features/inplace_inputs.py": "node",
@@ -47,6 +46,7 @@ ALLOWED = {
     # The same: device modules with their streams and events.
     "comm/streams.py": "Event Kept _simulated module compute then_on works device_module() "
     "compute()",
+    "runtime/schedule.py": "stream",
     # The same: autograd's engine, nodes and contexts; modules' dictionaries; what hooks are given.
     "features/parameter_hooks.py": "key hook",
     "features/double_backward.py": "ctx _ backward()",

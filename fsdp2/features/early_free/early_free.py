@@ -81,10 +81,26 @@ class EarlyFree(TreePart):
             self._free_embeddings(unit)
 
     @override
+    def backward_enters_inside(self, unit: Unit) -> None:
+        """Reduce large gradients of ``unit`` that are already complete.
+
+        The head of a language model belongs to the root, and its gradient is done when backward
+        enters the last block. Otherwise it would be held until the embedding's is done, too.
+        """
+        config = unit.config
+        if not (unit.backward_began and config.reduce_grads) or unit.gradients.holds_earlier:
+            return
+        if config.reduce_unused:
+            return  # which gradients are complete by now differs from rank to rank
+        self.runtime.reduce(unit, direct_only=True)
+
+    @override
     def gradients_taken(self, unit: Unit, taken: Taken) -> None:
         runtime = self.runtime
         # (Gradients of uses outside of the modules are taken after backward has left these.)
-        if unit.encloses and unit.state in GATHERED and runtime.in_backward and runtime.frees(unit):
+        if not (unit.encloses and unit.state in GATHERED and runtime.in_backward):
+            return
+        if runtime.residency.frees_after_backward(unit, runtime.backward):
             self._free_embeddings(unit)
             for bucket, grads in zip(unit.param_group.buckets, taken, strict=True):
                 for i in grads:

@@ -555,7 +555,6 @@ class CountedUnit(Unit):
             check_is_due=False,
             is_current=lambda: True,
             given_by_others=list,
-            overrides=(),
         )
         self.watching = False
         self.num_accumulated = 0

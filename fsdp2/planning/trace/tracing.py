@@ -34,6 +34,7 @@ from ...policy import (
     stored_dtype_of,
     sum_dtype,
 )
+from ...runtime.events import TreeEvents, TreePart
 from ...runtime.hooks import UnitHooks
 from ...runtime.unit_config import UnitConfig
 from ...sharding.bucket import KEEPS_DTYPES
@@ -386,7 +387,6 @@ class _TracedUnit:
         self.running = 0
         self.input_nodes: dict[int, Any] = {}
         self.runtime: Any = None
-        self.registration = SimpleNamespace(overrides=())  # (of functional_call)
         self.param_group = SimpleNamespace(num_plans=1)  # (never planned anew)
 
 
@@ -394,6 +394,7 @@ class _Recorder:
     """Takes the place of a runtime and records the calls to it."""
 
     num_backwards = 0
+    on = TreeEvents(TreePart, ())
 
     def __init__(
         self,
