@@ -7,8 +7,8 @@ from itertools import combinations
 
 import pytest
 
-from fsdp2.checkpoint.memory.choice import Generation, PartName, choose
-from fsdp2.checkpoint.memory.neighbours import Place, neighbours
+from fsdp2.snapshots.choice import Generation, PartName, choose
+from fsdp2.snapshots.neighbours import Place, neighbours
 from harness import ours_only
 
 pytestmark = ours_only("snapshots in memory")

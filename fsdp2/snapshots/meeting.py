@@ -11,9 +11,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ...common.host import address_of_interface, boot_id
-from ..agreement import said_by_first, told_by_all
-from ..errors import CheckpointError
+from ..checkpoint.agreement import said_by_first, told_by_all
+from ..checkpoint.errors import CheckpointError
+from ..common.host import address_of_interface, boot_id
 from .choice import Generation
 from .folder import Folder, remove_stale
 from .neighbours import Place, neighbours
