@@ -26,13 +26,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from ..common.memory import current_device
-from ..common.modules import load_through_hooks, own_state
+from ..common.modules import load_through_hooks, own_state, wrapper_prefix
 from ..dtensor.boxes import Box
 from ..dtensor.from_local import dtensor_over
 from ..dtensor.parts import local_part
 from ..dtensor.placement import this_rank
 from ..dtensor.subclasses import inner_of, is_subclass, kind_of
-from ..runtime.hooks import about_to_write, wrapper_prefix
+from ..runtime.hooks import about_to_write
 from ..runtime.unit import units_in
 from .p2p import P2PBatch
 from .spread import Spread, spread_of

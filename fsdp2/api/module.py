@@ -12,9 +12,9 @@ from torch import nn
 from typing_extensions import override
 
 from ..common.classes import original_class
+from ..common.modules import wrapper_prefix
 from ..runtime.building import build_runtime
 from ..runtime.events import registry
-from ..runtime.hooks import wrapper_prefix
 from ..runtime.runtime import Runtime, runtime_of
 from ..runtime.unit import Unit, own_modules, unit_of, units_in
 from .deepcopy import ToBeCopied

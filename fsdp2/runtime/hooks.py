@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any, ClassVar
@@ -381,30 +381,6 @@ def _is_whole(value: Any, param: DTensor) -> bool:
         and not isinstance(value, DTensor)
         and value.shape == param.shape
     )
-
-
-_WRAPPER_PREFIXES = (("module.", "DistributedDataParallel"), ("_orig_mod.", "torch.compile"))
-
-
-def wrapper_prefix(states: Collection[str], wanted: Iterable[str]) -> list[str]:
-    """What to do about keys to which a wrapper of the saved model has added a prefix.
-
-    Args:
-        states: the keys that exist.
-        wanted: keys that should exist.
-
-    Returns:
-        One sentence, or nothing if the keys have no such prefix.
-    """
-    first = next((key for key in wanted if key not in states), None)
-    for prefix, wrapper in _WRAPPER_PREFIXES:
-        if first is not None and prefix + first in states:
-            return [
-                f"The keys begin with '{prefix}', as those of a model inside {wrapper} do: call "
-                "torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, "
-                f"'{prefix}') before loading. "
-            ]
-    return []
 
 
 class StateDictHooks:
