@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2.optim.flat import FlatView
-from fsdp2.optim.flat_plan import Plan
+from fsdp2.optim.flat_plan import FlatPlan
 
 from . import machine
 from .hooks import make_stack, seconds_of
@@ -54,12 +54,12 @@ WARM_UP_STEPS = 3
 # What `flat_step` does around the step of the flat tensors; a part may contain others.
 PARTS: dict[str, tuple[type, str]] = {
     "all before the step": (FlatView, "enter"),
-    "- is the state what it was": (Plan, "_state_is_current"),
-    "- are the gradients where they were": (Plan, "look"),
-    "- give the flat tensors their gradients": (Plan, "show"),
+    "- is the state what it was": (FlatPlan, "_state_is_current"),
+    "- are the gradients where they were": (FlatPlan, "look"),
+    "- give the flat tensors their gradients": (FlatPlan, "show"),
     "all after the step": (FlatView, "leave"),
-    "- count the writes to the shards": (Plan, "hide"),
-    "- take over new state": (Plan, "take_over"),
+    "- count the writes to the shards": (FlatPlan, "hide"),
+    "- take over new state": (FlatPlan, "take_over"),
 }
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fsdp2 import Kernels, MixedPrecisionPolicy, Sharding, Workload
 from fsdp2.planning import SimulatedStep, Simulator, find_hardware
 from fsdp2.planning.predictor import Configuration, Predictor
-from fsdp2.planning.replay.pipeline import Part
+from fsdp2.planning.replay.pipeline import RankStage
 from fsdp2.planning.simulation.pipeline_estimates import estimate_pipeline, stages_alone
 from fsdp2.planning.simulation.pipeline_times import replay_pipeline, simulate_pipeline
 from fsdp2.planning.workload import default_checkpoint_modules
@@ -202,7 +202,7 @@ def simulator_of(run: Run) -> Simulator:
 
 
 @cache
-def parts_of(run: Run) -> list[Part]:
+def parts_of(run: Run) -> list[RankStage]:
     """The stages of its pipeline, or all of its model."""
     mode = "full" if run.checkpointing == "attention" else run.checkpointing
     predictor = _predictor(run)

@@ -15,8 +15,11 @@ from torch import nn
 from ..comm.mesh_transports import CommOptions
 from ..comm.transports import backend_name
 from ..policy import CommPolicy, check_comm_policy
+from ..runtime.events import registry
 from ..runtime.runtime import runtime_of
 from ..runtime.unit import Unit, unit_of, units_in
+from ..transports import custom
+from ..transports.compressed import transports as compressed
 from ..transports.compressed.checks import check_sent
 from ..transports.custom import AllGather, ReduceScatter, choose_symmetric_backend
 
@@ -83,6 +86,7 @@ def set_comm_policy(self: nn.Module, policy: CommPolicy | None, *, recurse: bool
         >>> model.layers[0].set_comm_policy(None)  # this one in full
     """
     check_comm_policy(policy)
+    registry.require(compressed.wrap, "set_comm_policy")
     changes = [
         (unit, replace(unit.config.comm_options, policy=policy)) for unit in _units(self, recurse)
     ]
@@ -215,6 +219,7 @@ def _change(unit: Unit, method: str, options: CommOptions, *, one_mesh: bool = F
         one_mesh: whether the option needs all parameters on one mesh.
     """
     if one_mesh:
+        registry.require(custom.wrap, method)
         _check_one_mesh(unit, method)
         # Options with `one_mesh` are a user's collectives, which allocate for themselves.
         if unit.config.comm_options.memory is not None:
@@ -245,6 +250,7 @@ def _change_memory(unit: Unit, method: str, kind: str, enable: bool) -> None:
     Raises:
         RuntimeError: without CUDA and NCCL, or with a custom collective.
     """
+    registry.require(custom.wrap, method)
     options = unit.config.comm_options
     if options.all_gather is not None or options.reduce_scatter is not None:
         raise RuntimeError(

@@ -14,7 +14,7 @@ tensor subclasses, the inner tensors and their descriptions are sent.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from ..common.memory import current_device
-from ..common.modules import load_through_hooks, own_state
+from ..common.modules import load_through_hooks, own_state, wrapper_prefix
 from ..dtensor.boxes import Box
 from ..dtensor.from_local import dtensor_over
 from ..dtensor.parts import local_part
@@ -34,9 +34,9 @@ from ..dtensor.placement import this_rank
 from ..dtensor.subclasses import inner_of, is_subclass, kind_of
 from ..runtime.hooks import about_to_write
 from ..runtime.unit import units_in
+from .p2p import P2PBatch
 from .spread import Spread, spread_of
 from .whole_subclasses import Inner, agreed, assembled, describe, spread_of_inner
-from .wire import Wire
 
 # Tensors are sent in batches of up to this many bytes (of whole tensors); larger ones one by one.
 BATCH_BYTES = 32 * 1024 * 1024
@@ -104,13 +104,13 @@ def iter_full_tensors(
         ...     if dist.get_rank() == 0:
         ...         write(name, tensor)
     """
-    wire = Wire(group)
+    p2p = P2PBatch(group)
     spreads: dict[Any, Spread] = {}
     entries = _entries(model)
     uses = Counter(id(value) for _, value in entries)  # tied tensors have several names
     collected: dict[int, Any] = {}
-    here = wire.rank in ranks
-    subclasses = _agree_on_subclasses(dict(entries), wire)
+    here = p2p.rank in ranks
+    subclasses = _agree_on_subclasses(dict(entries), p2p)
     for batch in _batches(entries, dtype):
         for name, value in batch:
             if id(value) in collected:
@@ -118,15 +118,15 @@ def iter_full_tensors(
             if not isinstance(value, DTensor):
                 collected[id(value)] = _own_copy(value, device, dtype) if here else None
                 continue
-            spread, local = spread_of(value, name, wire, spreads), _detached(value)
+            spread, local = spread_of(value, name, p2p, spreads), _detached(value)
             if name in subclasses:
                 inner = subclasses[name]
-                whole = _collect_subclass(local, name, inner, spread, ranks, device, wire)
+                whole = _collect_subclass(local, name, inner, spread, ranks, device, p2p)
             else:
                 target = _target_dtype(value, dtype)
-                whole = _collect(_plain(local, name), spread, ranks, device, target, wire)
+                whole = _collect(_plain(local, name), spread, ranks, device, target, p2p)
             collected[id(value)] = whole
-        wire.finish()
+        p2p.finish()
         for name, value in batch:
             uses[id(value)] -= 1
             yield name, collected[id(value)] if uses[id(value)] else collected.pop(id(value))
@@ -165,13 +165,13 @@ def load_full_state_dict(
         >>> state = torch.load("model.pt", mmap=True) if dist.get_rank() == 0 else None
         >>> load_full_state_dict(model, state)
     """
-    wire = Wire(group)
+    p2p = P2PBatch(group)
     for unit in units_in(model):
         about_to_write(unit)
     own = dict(_entries(model))
-    plan = _agree(own, state, source, strict, wire)
+    plan = _agree(own, state, source, strict, p2p)
     wanted = {name: own[name] for name in plan.tensors}
-    subclasses = _agree_on_subclasses(wanted, wire, state or {}, source)
+    subclasses = _agree_on_subclasses(wanted, p2p, state or {}, source)
     targets = _Targets(own)
     spreads: dict[Any, Spread] = {}
     done: set[int] = set()
@@ -183,20 +183,20 @@ def load_full_state_dict(
                 if id(target) in done:
                     continue
                 done.add(id(target))
-                whole = state[name] if state is not None and wire.rank == source else None
+                whole = state[name] if state is not None and p2p.rank == source else None
                 for part, value, inner in _parts(into, whole, subclasses.get(name)):
                     if not isinstance(target, DTensor):
-                        wire.broadcast(part, value, source)
+                        p2p.broadcast(part, value, source)
                         continue
-                    spread = spread_of(target, name, wire, spreads)
+                    spread = spread_of(target, name, p2p, spreads)
                     if inner is not None:
                         spread = spread_of_inner(inner, spread)
-                    _scatter(_plain(part, name), value, spread, source, wire)
+                    _scatter(_plain(part, name), value, spread, source, p2p)
                     scattered.append((part, spread))
-            wire.finish()
+            p2p.finish()
             for local, spread in scattered:
-                _pass_on(local, spread, source, wire)
-            wire.finish()
+                _pass_on(local, spread, source, p2p)
+            p2p.finish()
     if targets.made or plan.others:
         model.load_state_dict({**targets.made, **plan.others}, strict=False, assign=True)
     else:
@@ -237,7 +237,7 @@ def _target_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 def _agree_on_subclasses(
     tensors: Mapping[str, Any],
-    wire: Wire,
+    p2p: P2PBatch,
     state: Mapping[str, Any] | None = None,
     source: int = 0,
 ) -> dict[str, dict[str, Inner]]:
@@ -256,12 +256,12 @@ def _agree_on_subclasses(
                     "class can make it: call model.to_empty(device=...) before loading"
                 )
             mine[name] = [describe(local_part(value), value.shape)]
-            if state is not None and wire.rank == source:
+            if state is not None and p2p.rank == source:
                 mine[name].append(describe(state[name], value.shape))
     if not mine:
         return {}
     found = {}
-    everyone = wire.exchange(mine)
+    everyone = p2p.exchange(mine)
     for name in mine:
         parts = [part for each in everyone for part in each[name]]
         found[name] = _with_name(name, agreed, parts, equal_tables=state is None)
@@ -298,11 +298,11 @@ class _Plan:
 
 
 def _agree(
-    own: dict[str, Any], state: Mapping[str, Any] | None, source: int, strict: bool, wire: Wire
+    own: dict[str, Any], state: Mapping[str, Any] | None, source: int, strict: bool, p2p: P2PBatch
 ) -> _Plan:
     """Compare names and shapes on ``source``, broadcast the result; raise on all ranks or none."""
-    plan = _compare(own, state) if wire.rank == source else None
-    plan = wire.share(plan, source)
+    plan = _compare(own, state) if p2p.rank == source else None
+    plan = p2p.share(plan, source)
     problems = list(plan.errors)
     if strict and plan.missing:
         problems.append(f"Missing key(s) in state_dict: {', '.join(plan.missing)}")
@@ -387,23 +387,23 @@ def _collect(
     ranks: Sequence[int],
     device: torch.device | str | None,
     dtype: torch.dtype,
-    wire: Wire,
+    p2p: P2PBatch,
 ) -> Tensor | None:
     """Start sending this rank's part to ``ranks``; there, return the tensor being filled."""
     whole = None
     for rank in ranks:
         for owner, box in spread.parts(rank):
-            if rank == wire.rank:
+            if rank == p2p.rank:
                 if whole is None:
                     where = local.device if device is None else device
                     whole = torch.empty(spread.shape, dtype=dtype, device=where)
                 if owner == rank:
                     _part(whole, box).copy_(local)
                 else:
-                    wire.receive(_part(whole, box), owner, local.device)
-            elif owner == wire.rank:
-                wire.send(local.to(dtype), rank)
-    if whole is None and wire.rank in ranks:  # without elements
+                    p2p.receive(_part(whole, box), owner, local.device)
+            elif owner == p2p.rank:
+                p2p.send(local.to(dtype), rank)
+    if whole is None and p2p.rank in ranks:  # without elements
         whole = torch.empty(spread.shape, dtype=dtype, device=device or local.device)
     return whole
 
@@ -415,46 +415,48 @@ def _collect_subclass(
     spread: Spread,
     ranks: Sequence[int],
     device: torch.device | str | None,
-    wire: Wire,
+    p2p: P2PBatch,
 ) -> Tensor | None:
     """`_collect` for each inner tensor; the subclass is then built around the whole ones."""
     found: dict[str, Any] = {}
     for path, part in inner_of(local).items():
         of_inner = _with_name(name, spread_of_inner, inner[path], spread)
-        found[path] = _collect(_plain(part, name), of_inner, ranks, device, part.dtype, wire)
-    if wire.rank not in ranks:
+        found[path] = _collect(_plain(part, name), of_inner, ranks, device, part.dtype, p2p)
+    if p2p.rank not in ranks:
         return None
     return assembled(local, found, spread.shape, torch.device(device or local.device))
 
 
-def _scatter(local: Tensor, whole: Tensor | None, spread: Spread, source: int, wire: Wire) -> None:
+def _scatter(
+    local: Tensor, whole: Tensor | None, spread: Spread, source: int, p2p: P2PBatch
+) -> None:
     """Start sending each part to its first holder."""
     for box, holders in spread.holders:
         first = source if source in holders else holders[0]
-        if wire.rank == source:
+        if p2p.rank == source:
             assert whole is not None
             part = _part(whole, box)
             if first == source:
                 local.copy_(part)
             else:
-                wire.send(part.to(local.dtype), first, local.device)
-        elif wire.rank == first:
-            wire.receive(local, source, local.device)
+                p2p.send(part.to(local.dtype), first, local.device)
+        elif p2p.rank == first:
+            p2p.receive(local, source, local.device)
 
 
-def _pass_on(local: Tensor, spread: Spread, source: int, wire: Wire) -> None:
+def _pass_on(local: Tensor, spread: Spread, source: int, p2p: P2PBatch) -> None:
     """Start sending each part from its first holder to the others."""
     for _, holders in spread.holders:
-        if wire.rank not in holders:
+        if p2p.rank not in holders:
             continue
         first = source if source in holders else holders[0]
         for rank in holders:
             if rank == first:
                 continue
-            if wire.rank == first:
-                wire.send(local, rank)
-            elif wire.rank == rank:
-                wire.receive(local, first, local.device)
+            if p2p.rank == first:
+                p2p.send(local, rank)
+            elif p2p.rank == rank:
+                p2p.receive(local, first, local.device)
 
 
 def _part(whole: Tensor, box: Box) -> Tensor:
@@ -486,27 +488,3 @@ def _plain(local: Tensor, name: str) -> Tensor:
             "DTensor.full_tensor() or fsdp2.checkpoint for it"
         )
     return local
-
-
-_WRAPPER_PREFIXES = (("module.", "DistributedDataParallel"), ("_orig_mod.", "torch.compile"))
-
-
-def wrapper_prefix(states: Collection[str], wanted: Iterable[str]) -> list[str]:
-    """What to do about keys to which a wrapper of the saved model has added a prefix.
-
-    Args:
-        states: the keys that exist.
-        wanted: keys that should exist.
-
-    Returns:
-        One sentence, or nothing if the keys have no such prefix.
-    """
-    first = next((key for key in wanted if key not in states), None)
-    for prefix, wrapper in _WRAPPER_PREFIXES:
-        if first is not None and prefix + first in states:
-            return [
-                f"The keys begin with '{prefix}', as those of a model inside {wrapper} do: call "
-                "torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, "
-                f"'{prefix}') before loading. "
-            ]
-    return []

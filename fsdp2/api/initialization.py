@@ -26,7 +26,7 @@ from ..common.memory import usual_device
 from ..common.pytree import map_tensors
 from ..dtensor.placement import is_gathered_part, own_part
 from ..guards.rank_agreement.initial_values import is_seen_by_all
-from ..guards.unwritten import Mark, marks_of, never_written, to_be_made, write_pattern
+from ..guards.unwritten import Marked, marks_of, never_written, to_be_made, write_pattern
 from ..runtime.hooks import about_to_write
 from ..runtime.unit import own_modules, units_in
 from .torch_errors import items_reach_shards
@@ -254,7 +254,7 @@ def _usual_init(model: nn.Module) -> None:
             reset()
 
 
-def _check_written(model: nn.Module, outside: list[Mark], parameters: bool) -> None:
+def _check_written(model: nn.Module, outside: list[Marked], parameters: bool) -> None:
     """Check that nothing is left as `materialize` has allocated it.
 
     Args:

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ..dtensor.boxes import Box
 from ..dtensor.placement import box_of, slices_like
-from .wire import Wire
+from .p2p import P2PBatch
 
 
 @dataclass(frozen=True)
@@ -91,15 +91,15 @@ class Spread:
         return tuple(found[0].tolist())
 
 
-def spread_of(tensor: DTensor, name: str, wire: Wire, made: dict[Any, Spread]) -> Spread:
-    """The spread of ``tensor`` over the ranks of ``wire``; ``made`` caches earlier results."""
+def spread_of(tensor: DTensor, name: str, p2p: P2PBatch, made: dict[Any, Spread]) -> Spread:
+    """The spread of ``tensor`` over the ranks of ``p2p``; ``made`` caches earlier results."""
     mesh, placements = tensor.device_mesh, tuple(tensor.placements)
     key = (mesh, placements, tensor.shape)
     if key not in made:
         ranks, dims = mesh.mesh, placements
-        if slices_like(mesh, wire.ranks)[1] > 1:
+        if slices_like(mesh, p2p.ranks)[1] > 1:
             # A slice of a larger mesh: the other slices hold the same values.
-            ranks, num = _with_other_slices(mesh, wire.ranks)
+            ranks, num = _with_other_slices(mesh, p2p.ranks)
             dims = (*[Replicate()] * num, *placements)
         shape = tuple(tensor.shape)
         made[key] = Spread(shape, ranks, dims, _boxes(shape, ranks, dims, name), name)

@@ -21,13 +21,13 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from ..common.failures import reraise
+from ..common.modules import wrapper_prefix
 from ..common.torch_patches import replace, wrap
 from ..dtensor.placement import is_gathered_part
 from ..features.early_free.freed_params import FreedParameterProxy
 from ..runtime.events import UnitPart, registry
 from ..runtime.unit import Unit, unit_holding
 from ..sharding.param import managed_param, param_gathered_as
-from .full_state import wrapper_prefix
 from .module import FSDPModule
 
 _DTENSOR = "torch.distributed.tensor.DTensor"

@@ -40,7 +40,7 @@ class Inner:
 
 
 @dataclass(frozen=True)
-class Part:
+class PartDescription:
     """What one rank knows of a tensor subclass.
 
     Attributes:
@@ -58,7 +58,7 @@ class Part:
     problem: str = ""
 
 
-def describe(part: Tensor, shape: Sequence[int]) -> Part:
+def describe(part: Tensor, shape: Sequence[int]) -> PartDescription:
     """Describe the whole tensor of ``shape`` as far as ``part`` shows it."""
     inner = inner_of(part)
     rows, all_rows = (part.shape[0], shape[0]) if len(shape) else (1, 1)
@@ -70,7 +70,7 @@ def describe(part: Tensor, shape: Sequence[int]) -> Part:
         for path, t in inner.items()
         for f in [follows.get(path)]
     }
-    described = Part(kind_of(part), rows, all_rows, found)
+    described = PartDescription(kind_of(part), rows, all_rows, found)
     try:
         contexts = _contexts(part, fewer, shape)
     except _ChangesWithRows as problem:
@@ -78,7 +78,7 @@ def describe(part: Tensor, shape: Sequence[int]) -> Part:
     return replace(described, config=_comparable(contexts))
 
 
-def agreed(parts: Sequence[Part], *, equal_tables: bool = True) -> dict[str, Inner]:
+def agreed(parts: Sequence[PartDescription], *, equal_tables: bool = True) -> dict[str, Inner]:
     """The inner tensors of the whole, by path; ``follows`` is never None.
 
     Args:
@@ -104,7 +104,7 @@ def agreed(parts: Sequence[Part], *, equal_tables: bool = True) -> dict[str, Inn
     return {path: _agreed_inner(path, parts, equal_tables) for path in first.inner}
 
 
-def _agreed_inner(path: str, parts: Sequence[Part], equal_tables: bool) -> Inner:
+def _agreed_inner(path: str, parts: Sequence[PartDescription], equal_tables: bool) -> Inner:
     known = {p.inner[path].follows for p in parts} - {None}
     if len(known) > 1 or (not known and any(p.rows != p.all_rows for p in parts)):
         raise NotImplementedError(

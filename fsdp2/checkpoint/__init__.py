@@ -3,6 +3,8 @@
 `save_model` and `load_model` handle weights, `Checkpointer` the exact state of training.
 """
 
+from typing import TYPE_CHECKING, Any
+
 # First: its error names all that this torch lacks.
 from ..common import torch_private as torch_private  # isort: split
 
@@ -15,9 +17,11 @@ from .errors import (
     CorruptCheckpoint,
 )
 from .loading.restore import LoadReport
-from .memory_snapshots import MemorySnapshots, Restored
 from .saving.job import SaveHandle
 from .weights import load_model, save_model
+
+if TYPE_CHECKING:
+    from ..snapshots import MemorySnapshots, Restored
 
 __all__ = [
     "CheckpointError",
@@ -35,3 +39,12 @@ __all__ = [
     "peek",
     "save_model",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Snapshots build on checkpoints, so their names are imported at the first use."""
+    if name not in ("MemorySnapshots", "Restored"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .. import snapshots
+
+    return getattr(snapshots, name)

@@ -26,7 +26,7 @@ from .loading.restore import NameMap, values_of_rank
 from .loading.source import open_source
 from .loading.training import Loaded, extras, load_training
 from .saving.capture import RankLocal
-from .saving.job import Options, SaveHandle, SaveJob
+from .saving.job import SaveHandle, SaveJob, SaveOptions
 from .saving.repeated import Repeated
 from .saving.roll_call import RollCall
 from .saving.staging import Staging
@@ -92,7 +92,7 @@ class Checkpointer:
         self.ranks = tuple(sorted(ranks)) if ranks is not None else all_ranks()
         if self.rank not in self.ranks:
             raise ValueError(f"Rank {self.rank} is not in ranks={self.ranks}")
-        self._options = Options(layout, max_file_bytes, grace_s)
+        self._options = SaveOptions(layout, max_file_bytes, grace_s)
         self._rank_local = rank_local
         self._disk = Disk()
         self._staging = Staging(max_device_bytes)

@@ -25,7 +25,7 @@ from .loading.restore import (
 )
 from .loading.source import Source, open_source
 from .saving.capture import RankLocal, capture, check_model, tensors_of
-from .saving.job import Options, SaveHandle, SaveJob
+from .saving.job import SaveHandle, SaveJob, SaveOptions
 from .saving.roll_call import RollCall
 
 
@@ -97,7 +97,7 @@ def save_model(
             this_rank(),
             members,
             captured,
-            Options(layout, max_file_bytes),
+            SaveOptions(layout, max_file_bytes),
             Disk(),
         )
         job.begin()

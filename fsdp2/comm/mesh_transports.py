@@ -59,13 +59,13 @@ _Groups = Callable[
     [DataParallelMesh, torch.device, CommOptions], list[tuple[str, dist.ProcessGroup]]
 ]
 _USUAL = CommOptions()  # nobody is asked
-_wraps: list[_Wrap] = []
+wrappers: list[_Wrap] = []
 _reduce_groups: list[_Groups] = []
 
 
 def register_wrapper(wrap: _Wrap, reduce_groups: _Groups | None = None) -> None:
     """Ask ``wrap`` about every transport, after those that were registered before."""
-    _wraps.append(wrap)
+    wrappers.append(wrap)
     if reduce_groups is not None:
         _reduce_groups.append(reduce_groups)
 
@@ -110,7 +110,7 @@ class MeshTransports:
             )
 
     def _wrapped(self, transport: Transport, use: Use) -> Transport:
-        for wrap in _wraps if self.options != _USUAL else ():
+        for wrap in wrappers if self.options != _USUAL else ():
             transport = wrap(transport, use, self)
         return transport
 

@@ -1,14 +1,15 @@
-"""Walks over the modules of a model, and what their ``state_dict`` hooks make of its tensors."""
+"""The modules of a model, and what ``state_dict`` makes of its tensors and their names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 # Methods of a module by which its tensors and children get names.
 _SHOW = ("named_parameters", "named_buffers", "named_modules", "named_children")
+_WRAPPER_PREFIXES = (("module.", "DistributedDataParallel"), ("_orig_mod.", "torch.compile"))
 
 
 def plain_modules(model: nn.Module) -> list[nn.Module] | None:
@@ -59,3 +60,24 @@ def load_through_hooks(model: nn.Module, filled: Mapping[str, Tensor]) -> None:
             f"'{lost[0]}' was not loaded: a state_dict hook saves it in other entries, and no hook "
             "makes it of these. Reverse it with register_load_state_dict_pre_hook on that module"
         )
+
+
+def wrapper_prefix(states: Collection[str], wanted: Iterable[str]) -> list[str]:
+    """What to do about keys to which a wrapper of the saved model has added a prefix.
+
+    Args:
+        states: the keys that exist.
+        wanted: keys that should exist.
+
+    Returns:
+        One sentence, or nothing if the keys have no such prefix.
+    """
+    first = next((key for key in wanted if key not in states), None)
+    for prefix, wrapper in _WRAPPER_PREFIXES:
+        if first is not None and prefix + first in states:
+            return [
+                f"The keys begin with '{prefix}', as those of a model inside {wrapper} do: call "
+                "torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, "
+                f"'{prefix}') before loading. "
+            ]
+    return []

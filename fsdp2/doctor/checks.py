@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ..guards.rank_agreement.store_exchange import name_ranks
 from ..render.text import show_bytes, show_seconds
 from .facts import Facts
-from .links import Link
+from .links import MeasuredLink
 from .speed import SLOW_PART, by_host, host_speeds, speeds_option
 
 ERROR, WARNING = "error", "warning"
@@ -38,7 +38,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Folder:
+class FolderFacts:
     """What a rank found in the folder for checkpoints.
 
     Attributes:
@@ -56,8 +56,8 @@ class Folder:
 
 def check(
     facts: Sequence[Facts],
-    links: Sequence[Link] = (),
-    folders: Mapping[int, Folder] | None = None,
+    links: Sequence[MeasuredLink] = (),
+    folders: Mapping[int, FolderFacts] | None = None,
     need_bytes: int = 0,
     flops: Mapping[int, float] | None = None,
 ) -> list[Finding]:
@@ -224,11 +224,11 @@ def _limits(facts: Sequence[Facts]) -> list[Finding]:
     return found
 
 
-def _links(facts: Sequence[Facts], links: Sequence[Link]) -> list[Finding]:
+def _links(facts: Sequence[Facts], links: Sequence[MeasuredLink]) -> list[Finding]:
     found: list[Finding] = []
     host = {each.rank: each.host for each in facts}
 
-    def named(link: Link) -> str:
+    def named(link: MeasuredLink) -> str:
         return f"{host[link.rank]} (rank {link.rank}) and {host[link.to]} (rank {link.to})"
 
     late = [link for link in links if abs(link.clock_s) > CLOCK_S]
@@ -277,7 +277,7 @@ def _speeds(facts: Sequence[Facts], flops: Mapping[int, float]) -> list[Finding]
 
 
 def _folders(
-    facts: Sequence[Facts], folders: Mapping[int, Folder], need_bytes: int
+    facts: Sequence[Facts], folders: Mapping[int, FolderFacts], need_bytes: int
 ) -> list[Finding]:
     found = []
     errors: dict[str, list[int]] = {}

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from ..guards.rank_agreement.store_exchange import name_ranks
-from .checks import ERROR, Finding, Folder, check
+from .checks import ERROR, Finding, FolderFacts, check
 from .facts import Facts, facts_of
-from .links import Link, measure, rounds
+from .links import MeasuredLink, measure, rounds
 from .meeting import Meeting, PhaseError
 from .speed import measure_flops
 
@@ -61,9 +61,9 @@ class Examination:
     world_size: int
     facts: list[Facts] = field(default_factory=list)
     communicators: list[Communicator] = field(default_factory=list)
-    links: list[Link] = field(default_factory=list)
+    links: list[MeasuredLink] = field(default_factory=list)
     flops: dict[int, float] = field(default_factory=dict)  # FLOP/s by rank
-    folders: dict[int, Folder] = field(default_factory=dict)
+    folders: dict[int, FolderFacts] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -200,7 +200,7 @@ def _communicate(
     told = meeting.phase("links", links)
     if told is None:
         return False
-    found.links = [Link(**each) for links in told.values() for each in links]
+    found.links = [MeasuredLink(**each) for links in told.values() for each in links]
     return True
 
 
@@ -243,7 +243,7 @@ def _look_at_folder(meeting: Meeting, found: Examination, folder: Path) -> None:
         if seen is None:
             return
         for rank, each in wrote.items():
-            found.folders[rank] = replace(Folder(**each), seen=tuple(seen.get(rank, ())))
+            found.folders[rank] = replace(FolderFacts(**each), seen=tuple(seen.get(rank, ())))
         meeting.phase("clean", lambda: None)  # nobody is looking any more
     finally:
         with suppress(OSError):
@@ -260,7 +260,7 @@ def _token(meeting: Meeting) -> str:
     return meeting.store.get("token").decode()
 
 
-def _write(folder: Path, rank: int) -> Folder:
+def _write(folder: Path, rank: int) -> FolderFacts:
     try:
         folder.mkdir(exist_ok=True)  # not its parents: a missing mount is to be found out
         start = time.perf_counter()
@@ -269,9 +269,9 @@ def _write(folder: Path, rank: int) -> Folder:
             file.flush()
             os.fsync(file.fileno())
         rate = _FILE_BYTES / (time.perf_counter() - start)
-        return Folder("", (), shutil.disk_usage(folder).free, rate)
+        return FolderFacts("", (), shutil.disk_usage(folder).free, rate)
     except OSError as error:
-        return Folder(f"{folder.parent}: {error.strerror}", (), 0, 0.0)
+        return FolderFacts(f"{folder.parent}: {error.strerror}", (), 0, 0.0)
 
 
 def _seen(folder: Path) -> list[int]:

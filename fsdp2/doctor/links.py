@@ -15,7 +15,7 @@ _PING, _DATA, _CLOCK = 1, 2, 3  # tags
 
 
 @dataclass(frozen=True)
-class Link:
+class MeasuredLink:
     """What was measured between two ranks.
 
     Attributes:
@@ -53,7 +53,7 @@ def rounds(members: Sequence[int]) -> list[list[tuple[int, int]]]:
     return found
 
 
-def measure(rank: int, partner: int, num_bytes: int) -> Link:
+def measure(rank: int, partner: int, num_bytes: int) -> MeasuredLink:
     """Measure the link to ``partner``, which calls this with the two swapped.
 
     Args:
@@ -84,7 +84,7 @@ def measure(rank: int, partner: int, num_bytes: int) -> Link:
             dist.send(ping, partner, tag=_DATA)
         rates.append(num_bytes / (time.perf_counter() - start))
     latency = statistics.median(trips[1:]) / 2  # the first may have set up the connection
-    return Link(rank, partner, latency, min(rates), _clock(first, partner))
+    return MeasuredLink(rank, partner, latency, min(rates), _clock(first, partner))
 
 
 def _clock(first: bool, partner: int) -> float:

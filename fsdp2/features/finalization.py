@@ -171,6 +171,7 @@ def set_manual_backward_finalization(self: nn.Module, enabled: bool) -> None:
         >>> model.finalize_backward()
         >>> optimizer.step()
     """
+    registry.require(Finalization, "set_manual_backward_finalization")
     unit = unit_of(self)
     # Before the first forward it is not known which module is the root. The runtime looks at
     # the settings of all units when it is made.
@@ -216,6 +217,7 @@ def finalize_backward(self: nn.Module, *, async_op: bool = False) -> GradientRed
         RuntimeError: without `set_manual_backward_finalization`, inside backward, if the
             handle of an earlier call has not been waited for, or if this is not the root.
     """
+    registry.require(Finalization, "finalize_backward")
     unit = unit_of(self)
     if unit.runtime is None:
         return GradientReductionHandle() if async_op else None

@@ -121,6 +121,7 @@ def set_keep_frozen_gathered(self: nn.Module, max_bytes: int | None = None) -> N
     """
     if max_bytes is not None and max_bytes < 0:
         raise ValueError(f"max_bytes must not be negative, got {max_bytes}")
+    registry.require(FrozenCache, "set_keep_frozen_gathered")
     budget = KeepFrozen(max_bytes)
     units = units_in(self)
     for unit in units:

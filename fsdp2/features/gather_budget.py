@@ -363,6 +363,7 @@ def set_max_gathered_bytes(self: nn.Module, max_bytes: int | None) -> None:
     """
     if max_bytes is not None:
         checked_budget("max_bytes", max_bytes)
+    registry.require(GatherBudget, "set_max_gathered_bytes")
     unit = unit_of(self)
     if unit.runtime is not None:
         runtime = runtime_of(unit)

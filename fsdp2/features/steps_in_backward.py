@@ -187,6 +187,7 @@ class EarlySteps(TreePart):
 
 def _follow_all() -> None:
     """The first optimizer steps in backward: from now on trees follow their steps."""
+    registry.require(EarlySteps, "step_in_backward")
     # Not before: who has no such optimizer pays nothing at gathers and reductions.
     for runtime in list(registry.trees):
         if runtime.part(EarlySteps) is None:

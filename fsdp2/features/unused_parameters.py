@@ -34,6 +34,7 @@ def set_reduce_scatter_unused_params(
         reduce_scatter_unused_params: must be equal on all ranks.
         recurse: whether to set it for sharded submodules too.
     """
+    registry.require(UnusedParameters, "set_reduce_scatter_unused_params")
     for unit in units_in(self) if recurse else [unit_of(self)]:
         unit.config.reduce_unused = reduce_scatter_unused_params
         runtime = None if unit.runtime is None else runtime_of(unit)

@@ -35,7 +35,7 @@ _TO_EMPTY = nn.Module.to_empty.__qualname__ + ".<locals>.<lambda>"
 
 
 @dataclass
-class Mark:
+class Marked:
     """A tensor with the pattern: a sharded parameter, or what a module holds under a name."""
 
     param: ShardedParam | None = None
@@ -64,7 +64,7 @@ class Mark:
 
 def to_be_made(
     fn: object, modules: Iterable[nn.Module], params: Iterable[ShardedParam]
-) -> list[Mark]:
+) -> list[Marked]:
     """The tensors that ``fn``, an argument of ``Module._apply``, will make without values.
 
     Args:
@@ -79,15 +79,15 @@ def to_be_made(
     if not only_meta and getattr(fn, "__qualname__", "") != _TO_EMPTY:
         return []
     members = set(modules)
-    marks = [Mark(param=p) for p in params if any(module in members for module, _ in p.owners)]
+    marks = [Marked(param=p) for p in params if any(module in members for module, _ in p.owners)]
     for module in members:
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and not isinstance(tensor, DTensor):
-                marks.append(Mark(module=module, name=name))
+                marks.append(Marked(module=module, name=name))
     return [m for m in marks if not only_meta or m.tensor().is_meta]  # type: ignore[union-attr]
 
 
-def write_pattern(marks: Iterable[Mark]) -> list[Mark]:
+def write_pattern(marks: Iterable[Marked]) -> list[Marked]:
     """Write the pattern into what has just been made; returns those that can be looked at."""
     made = []
     with torch.no_grad():
@@ -100,9 +100,9 @@ def write_pattern(marks: Iterable[Mark]) -> list[Mark]:
     return made
 
 
-def never_written(marks: Iterable[Mark]) -> list[Mark]:
+def never_written(marks: Iterable[Marked]) -> list[Marked]:
     """Those whose tensor still has the pattern."""
-    asked: dict[torch.device, list[tuple[Mark, torch.Tensor]]] = {}
+    asked: dict[torch.device, list[tuple[Marked, torch.Tensor]]] = {}
     # Answers are collected per device and read at once: each read by itself waits for the device.
     with torch.no_grad():
         for mark in marks:
@@ -135,7 +135,7 @@ def _samples(tensor: torch.Tensor | None) -> tuple[torch.Tensor, slice, int] | N
     return bits, index, _PATTERNS[tensor.itemsize]
 
 
-def warn_of_unwritten(root: nn.Module, marks: Iterable[Mark]) -> None:
+def warn_of_unwritten(root: nn.Module, marks: Iterable[Marked]) -> None:
     """Name the tensors that ``to_empty`` made and nothing wrote, each at most once.
 
     Warns:
@@ -172,17 +172,17 @@ def check_meta_buffers(root: nn.Module) -> None:
         )
 
 
-def marks_of(unit: Unit) -> list[Mark]:
+def marks_of(unit: Unit) -> list[Marked]:
     """What ``to_empty`` made in ``unit``, until the next gather."""
     # A parameter may have left the unit since.
-    return [m for m in unit.of_parts.get(Mark, ()) if m.param is None or m.param in unit.params]
+    return [m for m in unit.of_parts.get(Marked, ()) if m.param is None or m.param in unit.params]
 
 
 class _Marks(UnitPart):
     """Follows what ``to_empty`` makes."""
 
     def __init__(self) -> None:
-        self._to_be_made: dict[Unit, list[Mark]] = {}  # of modules on the stack of `_apply`
+        self._to_be_made: dict[Unit, list[Marked]] = {}  # of modules on the stack of `_apply`
 
     @override
     def before_apply(self, unit: Unit, fn: object, modules: Iterable[nn.Module]) -> None:
@@ -192,14 +192,14 @@ class _Marks(UnitPart):
     def after_apply(self, unit: Unit) -> None:
         made = write_pattern(self._to_be_made.pop(unit))
         if made:
-            unit.of_parts.setdefault(Mark, []).extend(made)
+            unit.of_parts.setdefault(Marked, []).extend(made)
             if unit.runtime is not None and runtime_of(unit).part(Unwritten) is None:
                 runtime_of(unit).add(Unwritten(runtime_of(unit)))
 
     @override
     def merged(self, unit: Unit, former: Sequence[Unit]) -> None:
-        if marks := [mark for each in former for mark in each.of_parts.pop(Mark, ())]:
-            unit.of_parts[Mark] = marks
+        if marks := [mark for each in former for mark in each.of_parts.pop(Marked, ())]:
+            unit.of_parts[Marked] = marks
 
 
 class Unwritten(TreePart):
@@ -212,7 +212,7 @@ class Unwritten(TreePart):
     def of(cls, runtime: Runtime) -> Self | None:
         # An error before any rank waits in a collective.
         check_meta_buffers(runtime.root.modules[0])
-        return cls(runtime) if any(Mark in unit.of_parts for unit in runtime.units) else None
+        return cls(runtime) if any(Marked in unit.of_parts for unit in runtime.units) else None
 
     @override
     def before_gather(self, unit: Unit) -> None:
@@ -220,7 +220,7 @@ class Unwritten(TreePart):
         units = self.runtime.units
         marks = [mark for each in units for mark in marks_of(each)]
         for each in units:
-            each.of_parts.pop(Mark, None)
+            each.of_parts.pop(Marked, None)
         warn_of_unwritten(self.runtime.root.modules[0], marks)
 
 

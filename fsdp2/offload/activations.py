@@ -14,7 +14,7 @@ from typing_extensions import override
 from ..comm.streams import copy_stream_for
 from ..common.checks import check_bytes
 from ..dtensor.memory import is_gathered
-from .saved_memory import Counts, Entry, SavedMemory
+from .saved_memory import Entry, SavedBytes, SavedMemory
 
 # Kernels may depend on how memory is aligned; what comes back is aligned as it was.
 ALIGN_BYTES = 512
@@ -133,7 +133,7 @@ class offload_activations:  # noqa: N801 (used like a function)
         """What is where, and what was copied."""
         counts = [memory.counted() for memory in self._memories.values() if memory is not None]
         return ActivationBytes(
-            **{name: sum(getattr(c, name) for c in counts) for name in vars(Counts())}
+            **{name: sum(getattr(c, name) for c in counts) for name in vars(SavedBytes())}
         )
 
     # -- what autograd saves --------------------------------------------------------------------

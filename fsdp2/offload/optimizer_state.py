@@ -24,7 +24,7 @@ from ..optim.stepping import (
     original_name,
     remembered_attributes,
 )
-from .paging import Counts, Options, Page, chunks_of
+from .paging import Page, PagingOptions, StateBytes, chunks_of
 
 T = TypeVar("T", bound=Optimizer)
 
@@ -98,7 +98,7 @@ def offload_optimizer(
         folder = Path(to)
         folder.mkdir(parents=True, exist_ok=True)
     trials = [] if elementwise else [elementwise_trial()]
-    options = Options(folder, max_device_bytes, chunk_bytes, min_bytes, pin_memory)
+    options = PagingOptions(folder, max_device_bytes, chunk_bytes, min_bytes, pin_memory)
     why = "The state of a differentiable optimizer belongs to a graph: it has to stay"
     return step_with(
         optimizer, "offload_optimizer", "Offloaded", _run, trials, why, offload=options
@@ -129,9 +129,9 @@ def _run(
 class Pager:
     """The pages of an optimizer, from step to step."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: PagingOptions) -> None:
         self._options = options
-        self.counts = Counts()
+        self.counts = StateBytes()
         self._pages: dict[int, Page] = {}  # by the parameter's id
         self._copies: dict[torch.device, CopyStream | None] = {}
         # Reads of the next part must not wait behind writes of the last one.

@@ -25,7 +25,7 @@ _NOTHING = object()  # what the optimizer had seen of a new entry
 
 
 @dataclass
-class Options:
+class PagingOptions:
     """As `offload_optimizer` describes them. ``folder``: None for host memory."""
 
     folder: Path | None
@@ -36,7 +36,7 @@ class Options:
 
 
 @dataclass
-class Counts:
+class StateBytes:
     """Bytes that stay, that are elsewhere, and how many of the latter a step has brought back, now
     and at most."""
 
@@ -47,7 +47,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Slot:
+class StateSlot:
     """A tensor of the state among the bytes of its parameter."""
 
     offset: int
@@ -67,7 +67,7 @@ class Page:
         nbytes: of its state that is elsewhere, or an estimate before there is any.
     """
 
-    def __init__(self, param: Tensor, options: Options, counts: Counts) -> None:
+    def __init__(self, param: Tensor, options: PagingOptions, counts: StateBytes) -> None:
         self.param = param
         self.source = local_part(param)
         self.plain = param
@@ -77,7 +77,7 @@ class Page:
         self._options, self._counts = options, counts
         self._pin = options.pin_memory and not is_on_host(self.source)
         self._home: MemoryHome | FileHome | None = None
-        self._slots: dict[Any, Slot] = {}
+        self._slots: dict[Any, StateSlot] = {}
         self._placed: dict[Any, Tensor] = {}  # in the optimizer's state, over the home
         self._kept = 0
         self._before: dict[Any, tuple[Any, Any]] = {}  # what the optimizer had, and sees
@@ -181,7 +181,7 @@ class Page:
         self._slots, self._placed, self._home = {}, {}, None
         slots, end = {}, 0
         for key, value in values.items():
-            slots[key] = Slot(end, value.dtype, value.shape)
+            slots[key] = StateSlot(end, value.dtype, value.shape)
             end += -(-value.nbytes // ALIGN_BYTES) * ALIGN_BYTES
         in_memory = options.folder is None
         if (
@@ -298,8 +298,8 @@ def _write(home: FileHome, buffer: Tensor, event: Any) -> None:
     home.write(buffer)
 
 
-def _like(slot: Slot, value: Tensor) -> Slot:
-    return Slot(slot.offset, value.dtype, value.shape)
+def _like(slot: StateSlot, value: Tensor) -> StateSlot:
+    return StateSlot(slot.offset, value.dtype, value.shape)
 
 
 class _Sized(Protocol):

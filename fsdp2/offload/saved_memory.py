@@ -45,7 +45,7 @@ Places = dict[int, "weakref.ref[Entry]"]
 
 
 @dataclass
-class Counts:
+class SavedBytes:
     """Bytes, now and at most, and those of all copies so far."""
 
     device: int = 0
@@ -129,7 +129,7 @@ class SavedMemory:
     """
 
     def __init__(self, device: torch.device, limit: int, pin: bool, copies: CopyStream) -> None:
-        self.counts = Counts()
+        self.counts = SavedBytes()
         self.dead: deque[tuple[Any, ...]] = deque()  # entries that nobody needs any more
         self.device, self._limit, self._copies = device, limit, copies
         # What may be on its way while compute goes on.
@@ -395,7 +395,7 @@ class SavedMemory:
                 self._host.give_back(blocks)
                 self.counts.host = self._host.used_bytes
 
-    def counted(self) -> Counts:
+    def counted(self) -> SavedBytes:
         """The counts of now."""
         with self._lock:
             self._forget_dead()

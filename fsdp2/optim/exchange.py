@@ -64,7 +64,7 @@ class Layout:
         return Layout(tensor.device_mesh, tuple(tensor.placements), shape, dtype)
 
     @property
-    def cut(self) -> Cut:
+    def cut(self) -> MeshCut:
         """Which rank holds which box."""
         mesh_shape = () if self.mesh is None else tuple(self.mesh.shape)
         return cut_of(self.shape, mesh_shape, self.placements)
@@ -84,7 +84,7 @@ class Layout:
         return dtensor_over(local, self.mesh, self.placements, self.shape, strides)
 
 
-class Cut:
+class MeshCut:
     """The boxes of one tensor that the ranks of a mesh hold."""
 
     def __init__(
@@ -124,7 +124,7 @@ class Cut:
 
 
 # A model has only a handful of different cuts.
-cut_of = functools.lru_cache(maxsize=1024)(Cut)
+cut_of = functools.lru_cache(maxsize=1024)(MeshCut)
 
 
 def at(coordinate: Coordinate, dim: int, index: int) -> Coordinate:
@@ -145,10 +145,10 @@ class Item:
     owner: Coordinate
 
 
-Pieces = list[Tensor]  # flat, in the order of `Cut.origins`
+Pieces = list[Tensor]  # flat, in the order of `MeshCut.origins`
 
 
-class Exchange:
+class OwnerExchange:
     """Moves tensors of one mesh between their owners and the ranks that hold parts of them."""
 
     def __init__(self, mesh: DeviceMesh) -> None:

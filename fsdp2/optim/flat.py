@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..dtensor.memory import ask_side_by_side
-from .flat_plan import History, Plan
+from .flat_plan import FlatPlan, History
 from .local import (
     WHY_NOT_DIFFERENTIABLE,
     LocalView,
@@ -102,9 +102,9 @@ class FlatView(LocalView):
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
-        self._plans: dict[int, Plan] = {}  # by the index of the group
+        self._plans: dict[int, FlatPlan] = {}  # by the index of the group
         self._histories: defaultdict[int, History] = defaultdict(History)
-        self._shown_plans: list[Plan] = []
+        self._shown_plans: list[FlatPlan] = []
         self._num_states = 0
         self._entries: tuple[list[Any], list[Any]] = ([], [])  # of the state, after the last step
         self._untouched = False  # whether it has the same entries now
@@ -140,11 +140,11 @@ class FlatView(LocalView):
         self._shown_plans.append(plan)
         return [*plan.show(), *super()._show_group(index, plan.others, state)]
 
-    def _new_plan(self, index: int, params: list[Tensor], state: dict[Tensor, Any]) -> Plan:
+    def _new_plan(self, index: int, params: list[Tensor], state: dict[Tensor, Any]) -> FlatPlan:
         old = self._plans.pop(index, None)
         for run in old.runs if old is not None else ():
             self._forget(run.plain)
-        plan = self._plans[index] = Plan(params, state, self._histories[index])
+        plan = self._plans[index] = FlatPlan(params, state, self._histories[index])
         for run in plan.runs:
             self._plain.add(id(run.plain))
             if run.seen:

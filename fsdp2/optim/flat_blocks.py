@@ -65,7 +65,7 @@ class History:
         self.firsts.update(id(param) for param, (before, own) in changes if before != own)
 
 
-class Piece:
+class FlatPiece:
     """A parameter with a gradient, as a part of a block that is to be found."""
 
     __slots__ = ("address", "grad", "grad_address", "grad_dtype", "local", "param", "signature")
@@ -92,7 +92,7 @@ class Piece:
     def numel(self) -> int:
         return self.local.numel()
 
-    def follows(self, other: Piece) -> bool:
+    def follows(self, other: FlatPiece) -> bool:
         """Whether it lies right behind another piece, with its gradient."""
         ends = (
             other.address + other.local.nbytes,
@@ -101,7 +101,7 @@ class Piece:
         return (self.address, self.grad_address) == ends and self.signature == other.signature
 
 
-class Block:
+class FlatBlock:
     """Parameters that lie side by side, with their gradients.
 
     Attributes:
@@ -114,7 +114,7 @@ class Block:
     """
 
     def __init__(
-        self, solid: Sequence[Piece], empty: Sequence[Piece], packs: Mapping[int, Pack]
+        self, solid: Sequence[FlatPiece], empty: Sequence[FlatPiece], packs: Mapping[int, Pack]
     ) -> None:
         pieces = [*solid, *empty]
         self.params = [piece.param for piece in pieces]
@@ -227,10 +227,10 @@ def _those_at(places: Sequence[int]) -> Callable[[list[Tensor]], Sequence[Tensor
 
 
 def find_blocks(
-    pieces: Sequence[Piece], packs: Mapping[int, Pack], history: History
-) -> list[tuple[Signature, Block]]:
+    pieces: Sequence[FlatPiece], packs: Mapping[int, Pack], history: History
+) -> list[tuple[Signature, FlatBlock]]:
     """The blocks of pieces, each with what must agree between the pieces of a run."""
-    chains: list[list[Piece]] = []
+    chains: list[list[FlatPiece]] = []
     for piece in sorted((p for p in pieces if p.numel), key=lambda p: p.address):
         last = chains[-1][-1] if chains else None
         if last and history.may_join(last.param, piece.param) and piece.follows(last):
@@ -238,12 +238,12 @@ def find_blocks(
         else:
             chains.append([piece])
     # Parameters of which this rank has nothing lie nowhere: they join any block that agrees.
-    empty: dict[Signature, list[Piece]] = {}
+    empty: dict[Signature, list[FlatPiece]] = {}
     for piece in pieces:
         if not piece.numel:
             empty.setdefault(piece.signature, []).append(piece)
     found = [
-        (solid[0].signature, Block(solid, empty.pop(solid[0].signature, []), packs))
+        (solid[0].signature, FlatBlock(solid, empty.pop(solid[0].signature, []), packs))
         for solid in chains
     ]
-    return found + [(signature, Block([], rest, packs)) for signature, rest in empty.items()]
+    return found + [(signature, FlatBlock([], rest, packs)) for signature, rest in empty.items()]

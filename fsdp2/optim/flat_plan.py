@@ -1,7 +1,7 @@
 """How the parameters of a group are shown in a step, as long as nothing changes.
 
-To find runs takes long, so a plan is kept from step to step. `Plan.is_current` compares what it was
-made from with what there is now: parameters, local tensors, gradients, and state.
+To find runs takes long, so a plan is kept from step to step. `FlatPlan.is_current` compares what it
+was made from with what there is now: parameters, local tensors, gradients, and state.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ..dtensor.memory import Pack, packs
 from .flat_blocks import History, local_of
-from .flat_runs import Run, State, find_pieces, find_runs
+from .flat_runs import FlatRun, State, find_pieces, find_runs
 
 _grad_of = attrgetter("grad")
 _END = object()  # behind the last of several values: comparing it compares their number
@@ -32,7 +32,7 @@ class Numbers:
     kind lie in a vector, so that one copy brings the latter up to date.
     """
 
-    def __init__(self, key: Any, runs: Sequence[Run], state: State) -> None:
+    def __init__(self, key: Any, runs: Sequence[FlatRun], state: State) -> None:
         first = [state[run.params[0]][key] for run in runs]
         counts = torch.tensor([len(run.params) for run in runs])
         self.of_runs = torch.stack(first)
@@ -58,7 +58,7 @@ class Numbers:
             self.note()
 
 
-class Plan:
+class FlatPlan:
     """How the parameters of a group are shown: those in runs, and the others one by one.
 
     Attributes:
@@ -217,8 +217,8 @@ class Plan:
             self.note_state(state)
 
 
-def _numbers(runs: Sequence[Run], state: State) -> list[Numbers]:
-    kinds: dict[tuple[Any, ...], list[Run]] = {}
+def _numbers(runs: Sequence[FlatRun], state: State) -> list[Numbers]:
+    kinds: dict[tuple[Any, ...], list[FlatRun]] = {}
     for run in runs:
         for key, value in run.seen.items():
             if isinstance(value, Tensor) and value.ndim == 0:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from ..dtensor.memory import at_address, packs, with_own_storage
 from ..dtensor.parts import laid_out_like, local_part, placed_like
-from .flat_blocks import OWN, Block, History, Piece, Signature, find_blocks
+from .flat_blocks import OWN, FlatBlock, FlatPiece, History, Signature, find_blocks
 from .local import not_elementwise
 from .values import NUMBERS, is_container, map_tensors
 
@@ -35,7 +35,7 @@ MERGED_BYTES = 512 * 1024
 class Copies:
     """Several blocks as one tensor: copied there before a step, and back after it."""
 
-    def __init__(self, blocks: Sequence[Block], grad_dtype: torch.dtype) -> None:
+    def __init__(self, blocks: Sequence[FlatBlock], grad_dtype: torch.dtype) -> None:
         self._blocks = blocks
         sizes = [block.numel for block in blocks]
         self._values = [block.values() for block in blocks]
@@ -57,7 +57,7 @@ class Copies:
 
 
 @dataclass(eq=False)
-class Run:
+class FlatRun:
     """Parameters that an optimizer sees as one.
 
     Attributes:
@@ -70,7 +70,7 @@ class Run:
         active: whether there are gradients in this step.
     """
 
-    blocks: list[Block]
+    blocks: list[FlatBlock]
     params: list[DTensor]
     sources: list[Tensor]
     offsets: list[int]
@@ -80,7 +80,7 @@ class Run:
     active: bool = True
 
     @classmethod
-    def of(cls, blocks: list[Block]) -> Run:
+    def of(cls, blocks: list[FlatBlock]) -> FlatRun:
         params = [param for block in blocks for param in block.params]
         starts = accumulate((block.numel for block in blocks), initial=0)
         offsets = [
@@ -220,7 +220,7 @@ def _replaces(known: Any, value: Any) -> bool:
     return alike and type(value) is Tensor
 
 
-def find_pieces(params: Sequence[Tensor], state: State) -> list[Piece]:
+def find_pieces(params: Sequence[Tensor], state: State) -> list[FlatPiece]:
     """The parameters that may be part of a run."""
     chosen = [
         (param, param.grad)
@@ -242,7 +242,7 @@ def find_pieces(params: Sequence[Tensor], state: State) -> list[Piece]:
             continue
         signature = _signature(state.get(param), source, numbers)
         if signature is not None:
-            pieces.append(Piece(param, grad, signature))
+            pieces.append(FlatPiece(param, grad, signature))
     return pieces
 
 
@@ -251,10 +251,10 @@ def _is_simple(tensor: Tensor) -> bool:
     return strided and tensor.is_contiguous()
 
 
-def find_runs(pieces: Sequence[Piece], history: History) -> list[Run]:
+def find_runs(pieces: Sequence[FlatPiece], history: History) -> list[FlatRun]:
     """The runs of at least two parameters."""
-    joined: dict[Signature, list[Block]] = {}
-    found: list[list[Block]] = []
+    joined: dict[Signature, list[FlatBlock]] = {}
+    found: list[list[FlatBlock]] = []
     for signature, block in find_blocks(pieces, packs(), history):
         if block.nbytes > SMALL_BYTES or not history.alone.isdisjoint(map(id, block.params)):
             found.append([block])
@@ -265,7 +265,7 @@ def find_runs(pieces: Sequence[Piece], history: History) -> list[Run]:
             blocks = joined[signature] = []
         blocks.append(block)
     found += joined.values()
-    return [Run.of(blocks) for blocks in found if sum(len(b.params) for b in blocks) > 1]
+    return [FlatRun.of(blocks) for blocks in found if sum(len(b.params) for b in blocks) > 1]
 
 
 def _signature(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .exchange import Coordinate, Exchange, Item, Layout
+from .exchange import Coordinate, Item, Layout, OwnerExchange
 
 # Of whole tensors that a rank puts together at a time.
 BATCH_BYTES = 256 * 1024 * 1024
@@ -70,7 +70,7 @@ class HasCost(Protocol):
     def nbytes(self) -> int: ...
 
 
-class Task(HasCost, Protocol):
+class WholeTaskLike(HasCost, Protocol):
     """What can be computed on whole tensors: see `WholeTask`."""
 
     @property
@@ -128,14 +128,14 @@ def run_whole(tasks: Iterable[WholeTask], *, batch_bytes: int = BATCH_BYTES) -> 
     for task in by_mesh.pop(None, []):
         task.write(*task.compute(*task.read()))
     for mesh, several in by_mesh.items():
-        exchange = Exchange(mesh)  # type: ignore[arg-type]
+        exchange = OwnerExchange(mesh)  # type: ignore[arg-type]
         for batch in spread(several, mesh, batch_bytes):  # type: ignore[arg-type]
             run_batch(exchange, batch)
 
 
 def run_batch(
-    exchange: Exchange,
-    batch: Sequence[tuple[Task, Coordinate]],
+    exchange: OwnerExchange,
+    batch: Sequence[tuple[WholeTaskLike, Coordinate]],
     agree: Callable[[], object] | None = None,
 ) -> None:
     """Gather the inputs, compute the tasks that this rank owns, scatter the results.

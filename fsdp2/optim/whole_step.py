@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from ..common.failures import explained
 from ..dtensor.parts import local_part, placed_like
 from ..dtensor.subclasses import is_subclass
-from .exchange import Exchange, Layout
+from .exchange import Layout, OwnerExchange
 from .probe import Trial, random_state, why_not_separable
 from .stepping import (
     KEPT,
@@ -357,7 +357,7 @@ class WholeStep:
             job.structure = job.found  # type: ignore[assignment]
             job.write(*results)
         for mesh, several in by_mesh.items():
-            exchange = Exchange(mesh)  # type: ignore[arg-type]
+            exchange = OwnerExchange(mesh)  # type: ignore[arg-type]
             for batch in spread(several, mesh, self._options.batch_bytes):  # type: ignore[arg-type]
                 agree = functools.partial(self._agree, exchange, [job for job, _ in batch])
                 run_batch(exchange, batch, agree)
@@ -426,7 +426,7 @@ class WholeStep:
             "values": {"state": dict(inner.get(plain, {})), "group": written, "self": own},
         }
 
-    def _agree(self, exchange: Exchange, jobs: Sequence[Job]) -> None:
+    def _agree(self, exchange: OwnerExchange, jobs: Sequence[Job]) -> None:
         """Tell all ranks about failures, and about results whose structure was not expected.
 
         Usually one number is reduced. Objects are sent only if something has changed: in the first

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from ..policy import CPUOffloadPolicy
 from ..render.text import plural, show_bytes
-from .replay.pipeline import Part
+from .replay.pipeline import RankStage
 from .replay.setups import Setup, rows_of, shard_of
 from .simulation.simulate import SimulatedStep
 
@@ -52,7 +52,7 @@ class Padding:
         )
 
 
-def padding_of(stages: Sequence[Part], step: SimulatedStep) -> Padding | None:
+def padding_of(stages: Sequence[RankStage], step: SimulatedStep) -> Padding | None:
     """Padding of the shards of the fullest rank; None if there is none.
 
     Args:
@@ -80,7 +80,7 @@ def padding_of(stages: Sequence[Part], step: SimulatedStep) -> Padding | None:
     return Padding(held / even, int(padded * (1 - even / held)), worst[1])
 
 
-def advice(stages: Sequence[Part], step: SimulatedStep, mode: str) -> str:
+def advice(stages: Sequence[RankStage], step: SimulatedStep, mode: str) -> str:
     """What takes the memory of a rank that has too little, and what to do about it.
 
     The causes are those that take at least `MATTERS` of what is needed, the largest first.

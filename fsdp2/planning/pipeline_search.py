@@ -10,7 +10,7 @@ from ..render.text import plural
 from .choices import Choices, Degree
 from .outcomes import Candidate, schedule_told
 from .predictor import Configuration, Predictor
-from .replay.pipeline import Part
+from .replay.pipeline import RankStage
 from .replay.schedules import LOOPED, SPLIT, check_schedule
 from .simulation.pipeline_estimates import (
     PipelineEstimate,
@@ -18,6 +18,8 @@ from .simulation.pipeline_estimates import (
     estimate_pipeline,
     stages_alone,
 )
+
+_Stages = tuple[list[RankStage], list[StageAlone]]
 
 
 class PipelineSearch:
@@ -50,7 +52,7 @@ class PipelineSearch:
         self.wraps = [] if predictor.staged is None else predictor.staged.labels
         self.speed = speed
         self._configured = configured
-        self._stages: dict[tuple[Candidate, bool, bool], tuple[list[Part], list[StageAlone]]] = {}
+        self._stages: dict[tuple[Candidate, bool, bool], _Stages] = {}
         self.estimates: dict[Candidate, PipelineEstimate] = {}
         self.refused: dict[str, None] = {}
         self._needs = 1.0  # how much more is needed than estimated
@@ -184,7 +186,7 @@ class PipelineSearch:
         self.estimates[candidate] = estimate
         return True
 
-    def _alone(self, candidate: Candidate) -> tuple[list[Part], list[StageAlone]]:
+    def _alone(self, candidate: Candidate) -> _Stages:
         """Its stages, which depend on the kind of schedule only; those that are alike once."""
         schedule = candidate.schedule
         assert schedule is not None

@@ -13,7 +13,7 @@ from .advice import padding_of
 from .hardware.hardware import Hardware
 from .outcomes import Candidate, outcome_of, range_of, slowest_first, stage_figures
 from .prediction import Prediction
-from .replay.pipeline import Part
+from .replay.pipeline import RankStage
 from .replay.replay import Replay
 from .replay.schedules import check_schedule
 from .replay.setups import Setup, granularities, make_setup
@@ -52,7 +52,7 @@ class Replays(NamedTuple):
         made: of the ranks of a pipeline, or of those with each load.
     """
 
-    parts: Sequence[Part]
+    parts: Sequence[RankStage]
     loads: Sequence[Load]
     made: Sequence[Replay]
 
@@ -72,7 +72,7 @@ class Replays(NamedTuple):
             for each, load in zip(self.made, self.loads, strict=True)
         )
 
-    def stages(self, rank: int) -> list[Part]:
+    def stages(self, rank: int) -> list[RankStage]:
         """What a rank of the pipeline has; all of the model, without one."""
         if self.setup.workload.pipeline_ranks == 1:
             return [self.parts[0]]
@@ -134,7 +134,7 @@ class Predictor:
         """The label of its choice of units."""
         return self.whole.label_of(of.sharding.wrap)
 
-    def parts(self, of: Configuration) -> list[Part]:
+    def parts(self, of: Configuration) -> list[RankStage]:
         """The stages of the pipeline, or all of the model."""
         if of.workload.pipeline_ranks == 1:
             stages = [self.whole.stage(of.workload, self.label_of(of))]
@@ -142,7 +142,7 @@ class Predictor:
             assert self.staged is not None
             stages = self.staged.get(of.workload, self.label_of(of))
         setups = [self.setup(of, each) for each in stages]
-        return [Part(i, s.trace, setups[i], s.split) for i, s in enumerate(stages)]
+        return [RankStage(i, s.trace, setups[i], s.split) for i, s in enumerate(stages)]
 
     def replay(
         self, of: Configuration, loads: Sequence[Load], *, keep_samples: bool = False

@@ -12,7 +12,7 @@ from torch import nn
 from ..api.shard_model import Sharding
 from ..wrap import as_policy, units_of
 from .replay.schedules import SPLIT
-from .trace.events import Exchange, StepTrace
+from .trace.events import ModelExchange, StepTrace
 from .trace.expert_units import experts_of
 from .trace.stage import Shape, Stage
 from .traces import TracedStage, TracedSteps, on_meta
@@ -166,7 +166,7 @@ class StagedSteps:
 
 def _attends(trace: StepTrace) -> bool:
     """Whether it has attention over parts of sequences."""
-    return any(isinstance(each, Exchange) and each.group == "context" for each in trace.events)
+    return any(isinstance(each, ModelExchange) and each.group == "context" for each in trace.events)
 
 
 def block_types(model: nn.Module) -> tuple[type, ...]:

@@ -15,7 +15,7 @@ FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = "forward", "backward", "recompute", "o
 
 
 @dataclass(frozen=True)
-class Border:
+class UnitBorder:
     """Compute entered or left a unit, or the optimizer (a unit without a name).
 
     Attributes:
@@ -30,7 +30,7 @@ class Border:
 
 
 @dataclass(frozen=True)
-class Compute:
+class ComputeInterval:
     """An interval of compute in one unit, but in no unit inside it."""
 
     unit: str
@@ -68,7 +68,7 @@ class Communication:
 
 
 @dataclass(frozen=True)
-class Wait:
+class WaitInterval:
     """Compute (the stream; on the CPU, the thread) waited for a communication."""
 
     unit: str
@@ -117,16 +117,18 @@ class Recording:
     device: str
     stream_ordered: bool
     units: tuple[str, ...]
-    compute: tuple[Compute, ...]
+    compute: tuple[ComputeInterval, ...]
     communications: tuple[Communication, ...]
-    waits: tuple[Wait, ...]
+    waits: tuple[WaitInterval, ...]
     memory: tuple[Sample, ...]
     moments: tuple[Moment, ...]
     end_s: float
     num_ranks: int = 1
 
 
-def exclusive(borders: Iterable[Border], waits: Sequence[Wait]) -> tuple[Compute, ...]:
+def exclusive(
+    borders: Iterable[UnitBorder], waits: Sequence[WaitInterval]
+) -> tuple[ComputeInterval, ...]:
     """Intervals of compute: each moment belongs to the innermost unit that was entered and not
     left (of several, to the one entered last), unless compute was waiting.
 
@@ -134,13 +136,13 @@ def exclusive(borders: Iterable[Border], waits: Sequence[Wait]) -> tuple[Compute
     encloses it. Nor are they always left in reverse order: backward leaves a unit whose inputs need
     no gradient only at the end.
     """
-    stretches: list[Compute] = []
+    stretches: list[ComputeInterval] = []
     inside: list[tuple[int, str, str]] = []  # by depth
     last = 0.0
     for border in borders:
         now = max(last, border.time_s)
         if inside and now > last:
-            stretches.append(Compute(*inside[-1][1:], last, now))
+            stretches.append(ComputeInterval(*inside[-1][1:], last, now))
         last = now
         key = (border.depth, border.unit, border.phase)
         if border.enters:
@@ -151,9 +153,11 @@ def exclusive(borders: Iterable[Border], waits: Sequence[Wait]) -> tuple[Compute
     return tuple(_without(stretches, waits))
 
 
-def _without(stretches: Sequence[Compute], waits: Sequence[Wait]) -> list[Compute]:
+def _without(
+    stretches: Sequence[ComputeInterval], waits: Sequence[WaitInterval]
+) -> list[ComputeInterval]:
     """``stretches`` minus ``waits``; both are ordered by time and have no overlaps."""
-    left: list[Compute] = []
+    left: list[ComputeInterval] = []
     first = 0
     for stretch in stretches:
         begin = stretch.begin_s
@@ -163,8 +167,8 @@ def _without(stretches: Sequence[Compute], waits: Sequence[Wait]) -> list[Comput
             if wait.begin_s >= stretch.end_s:
                 break
             if wait.begin_s > begin:
-                left.append(Compute(stretch.unit, stretch.phase, begin, wait.begin_s))
+                left.append(ComputeInterval(stretch.unit, stretch.phase, begin, wait.begin_s))
             begin = max(begin, wait.end_s)
         if begin < stretch.end_s:
-            left.append(Compute(stretch.unit, stretch.phase, begin, stretch.end_s))
+            left.append(ComputeInterval(stretch.unit, stretch.phase, begin, stretch.end_s))
     return left

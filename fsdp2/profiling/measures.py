@@ -21,7 +21,7 @@ from .events import (
     Communication,
     Moment,
     Recording,
-    Wait,
+    WaitInterval,
 )
 
 
@@ -240,7 +240,7 @@ def _peak_within(recording: Recording, unit: str) -> int | None:
 
 
 def _traffic(
-    own: Sequence[Communication], waits: Sequence[Wait], kind: str, num_steps: int
+    own: Sequence[Communication], waits: Sequence[WaitInterval], kind: str, num_steps: int
 ) -> Traffic:
     chosen = [each for each in own if each.kind == kind]
     return Traffic(

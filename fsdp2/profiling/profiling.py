@@ -13,7 +13,7 @@ from typing_extensions import override
 from ..runtime.unit import Unit, units_in
 from .events import Recording
 from .measures import Measures, UnitMeasures, measure
-from .recorder import Recorder
+from .recorder import ProfileRecorder
 
 # The key by which `fsdp2.planning.compare` knows the JSON of a profile; its value is the version.
 MEASURED = "fsdp2_profile"
@@ -71,7 +71,7 @@ class Profile:
     def __init__(self, model: nn.Module, units: list[Unit]) -> None:
         self._model: nn.Module | None = model
         self._found: list[Unit] = units
-        self._recorder: Recorder | None = None
+        self._recorder: ProfileRecorder | None = None
         self._running = False
         self._measures: Measures | None = None
 
@@ -84,7 +84,7 @@ class Profile:
                 f"Unit '{twice[0]}' is already being profiled: leave the other profile of this "
                 "model first"
             )
-        self._recorder = Recorder(self._model, self._found)
+        self._recorder = ProfileRecorder(self._model, self._found)
         self._model = None
         _profiled.update(self._found)
         self._running = True

@@ -35,7 +35,7 @@ from .replay import replay
 from .taps import Sizes, TreeTap, UnitTap
 
 
-class Recorder:
+class ProfileRecorder:
     """Records everything from `start` to `stop`; `result` converts it to data.
 
     Args:

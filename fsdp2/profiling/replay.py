@@ -14,7 +14,7 @@ from .log import FIRST_OPERATION, KIND_OF, OPERATIONS, records
 from .memory import NOTHING, PARTS
 
 
-class Replay:
+class LogReader:
     """Reads the records one by one.
 
     Args:
@@ -24,8 +24,8 @@ class Replay:
 
     def __init__(self, clock: Clock, units: Sequence[str], depths: Sequence[int]) -> None:
         self._clock, self._units, self._depths = clock, units, depths
-        self.borders: list[events.Border] = []
-        self.waits: list[events.Wait] = []
+        self.borders: list[events.UnitBorder] = []
+        self.waits: list[events.WaitInterval] = []
         self.samples: list[events.Sample] = []
         self.moments: list[events.Moment] = []
         self._operations: dict[int, list[Any]] = {}  # by where their records begin
@@ -94,7 +94,7 @@ class Replay:
     def _read_wait(self, kind: int, position: int, begin: float, end: float) -> None:
         operation, read = self._operations[position], self._clock.read
         unit, kind_of_it = self._units[operation[0]], KIND_OF[operation[1]]
-        wait = events.Wait(unit, kind_of_it, read(begin), read(end))
+        wait = events.WaitInterval(unit, kind_of_it, read(begin), read(end))
         self.waits.append(wait)
         if kind == kinds.WAIT_TO_END:
             operation[-1] = end
@@ -146,9 +146,9 @@ class Replay:
 
     def _border(self, enters: bool, unit: int, phase: str, time_s: float) -> None:
         if phase == OPTIMIZER:  # inside all units
-            border = events.Border(enters, "", phase, len(self._units), time_s)
+            border = events.UnitBorder(enters, "", phase, len(self._units), time_s)
         else:
-            border = events.Border(enters, self._units[unit], phase, self._depths[unit], time_s)
+            border = events.UnitBorder(enters, self._units[unit], phase, self._depths[unit], time_s)
         self.borders.append(border)
 
 
@@ -156,7 +156,7 @@ def replay(
     log: bytes, clock: Clock, units: Sequence[str], depths: Sequence[int], **others: Any
 ) -> events.Recording:
     """The recording; ``others``: its remaining attributes."""
-    found = Replay(clock, units, depths)
+    found = LogReader(clock, units, depths)
     found.read(log)
     found.end()
     return events.Recording(

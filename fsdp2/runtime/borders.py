@@ -104,5 +104,5 @@ class Marks(Protocol):
 
 
 # Inside a transform of ``torch.func``, where hooks on tensors and their nodes are lost; the last
-# one is used. None: the usual way.
-marks_in_transforms: list[Marks | None] = [None]
+# one is used.
+marks_in_transforms: list[Marks] = []

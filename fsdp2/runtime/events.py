@@ -21,6 +21,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from ..comm.mesh_transports import wrappers
 from ..sharding.param import ShardedParam
 from .reduction import Reduction
 from .unit import Forward, Unit
@@ -325,6 +326,18 @@ class Registry:
             self.on = UnitEvents(UnitPart, self.unit_parts)
         else:
             self.tree_parts.append(part)
+
+    def require(self, part: object, method: str) -> None:
+        """Refuse ``method``, which would do nothing without ``part``.
+
+        Raises:
+            RuntimeError: if ``part``, of either kind or a wrapper of transports, is not registered.
+        """
+        if part not in (*self.tree_parts, *self.unit_parts, *wrappers):
+            raise RuntimeError(
+                f"{method} needs the part {part.__module__}, which is not registered: import "
+                "fsdp2.parts, which registers all parts, before the model is sharded"
+            )
 
     def arrange(self, modules: Sequence[str]) -> None:
         """Let parts hear in the order of the modules that define them, whichever came first."""

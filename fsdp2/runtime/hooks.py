@@ -179,7 +179,8 @@ class UnitHooks:
         if unit.input_nodes:
             for follow in self.input_followers:
                 follow(self, args, kwargs)
-        if (marks := marks_in_transforms[-1] if is_transformed() else None) is not None:
+        if is_transformed() and marks_in_transforms:
+            marks = marks_in_transforms[-1]
             differentiable = any(tensor.requires_grad for tensor in tensors_in(output))
             output = map_tensors(functools.partial(marks.mark_output, enter), output)
         elif torch.is_grad_enabled():
@@ -206,8 +207,8 @@ class UnitHooks:
         """Put a node on the inputs whose backward runs after the whole unit's."""
         # Not a full backward hook of nn.Module: that wraps inputs and outputs in nodes of its own,
         # forbids changing them in place, and reaches only tensors in positional arguments.
-        marks = marks_in_transforms[-1] if is_transformed() else None
-        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor and marks is None:
+        marks = marks_in_transforms[-1:] if is_transformed() else None
+        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor and not marks:
             if args[0].requires_grad:  # the usual case
                 self._watching = False
                 marked = args[0].view_as(args[0])
@@ -224,8 +225,8 @@ class UnitHooks:
             self._watch_accumulation()
             return args, kwargs
         self._watching = False
-        if marks is not None:
-            all_marked = marks.mark_inputs(self.leave_backward, list(found.values()))
+        if marks:
+            all_marked = marks[0].mark_inputs(self.leave_backward, list(found.values()))
         elif not all(map(self._has_views, found.values())):
             all_marked = Border.apply(self.leave_backward, *found.values())
         else:

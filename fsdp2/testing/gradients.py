@@ -19,7 +19,7 @@ from ..runtime.reduction import Reduction
 from ..runtime.runtime import Runtime, runtime_of
 from ..runtime.unit import Forward, Unit
 from ..runtime.unit_grads import Taken
-from .ledger import PLACES, Account, GradientLostError, Record, open_account, watch
+from .ledger import PLACES, GradientAccount, GradientLostError, GradientRecord, open_account, watch
 
 _UNREDUCED = ("on_param", "taken")
 
@@ -62,7 +62,7 @@ def account_gradients() -> Iterator[None]:
         yield
 
 
-_accounts: list[weakref.WeakSet[Account]] = []  # one set while active
+_accounts: list[weakref.WeakSet[GradientAccount]] = []  # one set while active
 
 
 def _close() -> None:
@@ -78,7 +78,7 @@ class _Accounts(TreePart):
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime)
         self._of = {unit: open_account(unit) for unit in runtime.units}
-        self._in_flight: dict[Reduction, list[Record]] = {}
+        self._in_flight: dict[Reduction, list[GradientRecord]] = {}
         for unit, account in self._of.items():
             watch(account, unit, _made)
         _accounts[0].update(self._of.values())
@@ -198,7 +198,7 @@ class _Accounts(TreePart):
 # -- checks ---------------------------------------------------------------------------------
 
 
-def _made(account: Account) -> None:
+def _made(account: GradientAccount) -> None:
     """After the first gradient of a backward, queue a check at its end, which also covers gradients
     and ends of backward for which no hook of the unit runs."""
     if account.is_queued:
@@ -207,7 +207,7 @@ def _made(account: Account) -> None:
     Variable._execution_engine.queue_callback(partial(_check_noticed, weakref.ref(account)))
 
 
-def _check_noticed(ref: weakref.ref[Account]) -> None:
+def _check_noticed(ref: weakref.ref[GradientAccount]) -> None:
     account = ref()
     unit = None if account is None else account.unit()
     if account is None or unit is None:

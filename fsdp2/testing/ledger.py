@@ -33,7 +33,7 @@ class GradientLostError(RuntimeError):
     """A gradient that autograd produced did not reach the ``.grad`` of its sharded parameter."""
 
 
-class Record:
+class GradientRecord:
     """The gradients of one parameter: the micro-batches in each place."""
 
     __slots__ = (*PLACES, "attaching", "lost", "num_reduced", "param", "seen", "watching", "whose")
@@ -91,7 +91,7 @@ class Record:
         self.seen = self.now()
 
 
-class Account:
+class GradientAccount:
     """The gradients of one unit.
 
     Attributes:
@@ -104,7 +104,7 @@ class Account:
 
     def __init__(self, unit: Unit) -> None:
         self.unit = weakref.ref(unit)
-        self.records: dict[int, Record] = {}
+        self.records: dict[int, GradientRecord] = {}
         self.generation = -1
         self.current = 0
         self.owed: list[int] = []
@@ -172,9 +172,9 @@ class Account:
         self._handles.clear()
         unit = self.unit()
         if unit is not None:
-            unit.of_parts.pop(Account, None)
+            unit.of_parts.pop(GradientAccount, None)
 
-    def made(self, record: Record) -> None:
+    def made(self, record: GradientRecord) -> None:
         """Record a gradient that autograd accumulated."""
         found = record.now()
         if found is None:  # a function's backward has returned None, or a compiled graph's
@@ -215,7 +215,7 @@ class Account:
         for record in self.records.values():
             record.see()
 
-    def launched(self, params: list[ShardedParam]) -> list[Record]:
+    def launched(self, params: list[ShardedParam]) -> list[GradientRecord]:
         """Record that a reduction of these parameters' gradients was launched."""
         records = [self.records[id(p)] for p in params if id(p) in self.records]
         for record in records:
@@ -266,14 +266,14 @@ class Account:
             record.forget()
 
 
-def open_account(unit: Unit) -> Account:
+def open_account(unit: Unit) -> GradientAccount:
     """The account of ``unit``, created if needed; both live equally long."""
-    if Account not in unit.of_parts:
-        unit.of_parts[Account] = Account(unit)
-    return unit.of_parts[Account]
+    if GradientAccount not in unit.of_parts:
+        unit.of_parts[GradientAccount] = GradientAccount(unit)
+    return unit.of_parts[GradientAccount]
 
 
-def watch(account: Account, unit: Unit, on_made: Any) -> None:
+def watch(account: GradientAccount, unit: Unit, on_made: Any) -> None:
     """Call ``on_made`` when autograd accumulates a gradient of the unit's current parameters."""
     if account.generation == unit.param_group.generation:
         return
@@ -281,7 +281,7 @@ def watch(account: Account, unit: Unit, on_made: Any) -> None:
     before = account.records
     account.records = {}
     for param in unit.params:
-        record = account.records[id(param)] = before.get(id(param)) or Record(param)
+        record = account.records[id(param)] = before.get(id(param)) or GradientRecord(param)
         if record.whose != id(param.sharded):  # a user's, which the old gradients are not of
             record.forget()
             record.whose = id(param.sharded)
@@ -298,7 +298,7 @@ def watch(account: Account, unit: Unit, on_made: Any) -> None:
             record.seen = record.now()
 
 
-def _reporting(account: Account, record: Record, on_made: Any) -> Any:
+def _reporting(account: GradientAccount, record: GradientRecord, on_made: Any) -> Any:
     # The garbage collector does not see references held by hooks of tensors.
     of_account, key = weakref.ref(account), id(record.param)
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import fsdp2.checkpoint.format.tensors as tensors_module
 from fsdp2.checkpoint import Checkpointer, save_model
+from fsdp2.checkpoint.format.manifest import TensorPart
 from fsdp2.checkpoint.format.tensors import LocalBytes, describe
-from fsdp2.checkpoint.saving.writing import PIECE_BYTES, Part
+from fsdp2.checkpoint.saving.writing import PIECE_BYTES
 from fsdp2.dtensor.boxes import Box
 
 
@@ -77,7 +78,7 @@ def test_a_view_stays_valid_until_the_next_call() -> None:
     tensor = torch.full((1 << 20,), 7.0)
     info = describe("x", tensor)
     box = Box.whole(info.shape)
-    part = Part("model", info, box, box, (0,), True)
+    part = TensorPart("model", info, box, box, (0,), True)
     read = LocalBytes({("model", "x"): tensor})
     for _ in range(8):
         view = read(part, 0, tensor.nbytes)

@@ -218,7 +218,7 @@ def test_no_thread_goes_on_after_an_error_of_another() -> None:
         time.sleep(0.01)
         ran.append(stream)
 
-    every = [reading.Task(1000, fail), *(reading.Task(1, go_on) for _ in range(1000))]
+    every = [reading.ReadTask(1000, fail), *(reading.ReadTask(1, go_on) for _ in range(1000))]
     with pytest.raises(CorruptCheckpoint, match="wrong"):
         list(reading.in_threads(Source(Path()), every, 2))
     assert len(ran) < 1000
@@ -508,7 +508,7 @@ def test_every_stretch_has_a_descriptor_of_its_own(
     assert not own & reads.keys()
     (only,) = reads.values()
     assert only == [(6 + i, min(BLOCK, 16_000 - i)) for i in range(0, 16_000, BLOCK)]
-    parts = tasks._stretches([reading.Task(n, print) for n in (5, 1, 1, 1, 4, 4)], 4)
+    parts = tasks._stretches([reading.ReadTask(n, print) for n in (5, 1, 1, 1, 4, 4)], 4)
     assert [[task.num_bytes for task in part] for part in parts] == [[5], [1, 1, 1], [4], [4]]
     assert DTYPES[stored.info.dtype] == whole.dtype
 

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 import fsdp2
 import fsdp2.api.full_state
 from fsdp2 import CPUOffloadPolicy, fully_shard
-from fsdp2.api.wire import Wire
+from fsdp2.api.p2p import P2PBatch
 from harness import cached_mesh, cpu_only, distributed, ours_only
 from models import BY_NAME, CNN, MLP, TRANSFORMER, Case
 from reference import (
@@ -196,17 +196,17 @@ def test_only_what_is_needed_travels() -> None:
     mesh = cached_mesh(2, 2, names=("full_replicate", "full_shard"))
     model, _ = pair(TRANSFORMER, mesh=mesh)
     sent = []
-    send = Wire.send
+    send = P2PBatch.send
 
-    def counting(wire: Wire, tensor: Tensor, *args: Any) -> None:
+    def counting(p2p: P2PBatch, tensor: Tensor, *args: Any) -> None:
         sent.append(tensor.numel())
-        send(wire, tensor, *args)
+        send(p2p, tensor, *args)
 
-    Wire.send = counting
+    P2PBatch.send = counting
     try:
         fsdp2.full_state_dict(model)
     finally:
-        Wire.send = send
+        P2PBatch.send = send
     shards = [p.to_local().numel() for p in model.parameters()]
     assert sent == (shards if dist.get_rank() == 1 else [])
 

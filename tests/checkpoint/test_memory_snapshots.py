@@ -21,14 +21,15 @@ from torch import Tensor, nn
 
 from checkpoint_cases import adamw, assert_equal_bits, build, train, whole_state
 from checkpoint_crash import exits, fork, memory_folder
-from fsdp2.checkpoint import Checkpointer, CheckpointError, MemorySnapshots, memory_snapshots
+from fsdp2.checkpoint import Checkpointer, CheckpointError, MemorySnapshots
 from fsdp2.checkpoint.format.disk import Disk
-from fsdp2.checkpoint.memory.choice import Generation, PartName
-from fsdp2.checkpoint.memory.folder import Folder, remove_stale
-from fsdp2.checkpoint.memory.part import write_part
-from fsdp2.checkpoint.memory.transfer import Peer, Server, TransferError
 from fsdp2.checkpoint.saving.staging import Staging
 from fsdp2.checkpoint.saving.training import capture_training
+from fsdp2.snapshots import memory_snapshots
+from fsdp2.snapshots.choice import Generation, PartName
+from fsdp2.snapshots.folder import Folder, remove_stale
+from fsdp2.snapshots.part import write_part
+from fsdp2.snapshots.transfer import Peer, Server, TransferError
 from harness import cpu_only, distributed, ours_only, run_on, shared_folder
 
 pytestmark = [ours_only("snapshots in memory"), cpu_only("files and sockets")]
@@ -231,7 +232,7 @@ def test_a_lock_that_failed_halfway_is_not_kept(tmp_path: Path) -> None:
 
 @distributed(2)
 def test_too_little_memory_is_said_on_all_ranks() -> None:
-    import fsdp2.checkpoint.memory_snapshots as module
+    import fsdp2.snapshots.memory_snapshots as module
 
     with shared_folder() as root:
         shots = snapshots(root, 1)
@@ -407,7 +408,7 @@ def test_a_server_without_memory_for_a_thread_says_so_and_serves_the_next(
 
 def cut_off(port: int) -> None:
     """Send half of a part, and hang up."""
-    from fsdp2.checkpoint.memory import transfer
+    from fsdp2.snapshots import transfer
 
     with Peer("127.0.0.1", port, "secret") as peer:
         asking = transfer._asking("put", part_of(3), files=[["a", 1000]], keep=[])
@@ -424,7 +425,7 @@ def test_another_job_of_the_name_and_stale_runs(tmp_path: Path) -> None:
 
     def other() -> None:
         mine = Folder(tmp_path, "x")
-        from fsdp2.checkpoint.memory import folder as module
+        from fsdp2.snapshots import folder as module
 
         module._locked.clear()
         with pytest.raises(CheckpointError, match="Another process is rank 0"):

@@ -55,14 +55,15 @@ def registries() -> list[list[Any]]:
     """Where parts of the library are registered."""
     from fsdp2.api import fully_shard
     from fsdp2.comm import mesh_transports
-    from fsdp2.runtime import hooks, param_group, reduction, registration
+    from fsdp2.runtime import borders, hooks, param_group, reduction, registration
     from fsdp2.sharding import param
 
     return [
         *(registry().unit_parts, registry().tree_parts, hooks.UnitHooks.kinds),
         *(registration.write_guards, registration.lenders, reduction.result_hooks),
         *(param_group.own_buckets, param.carriers, param.annotation_readers),
-        *(mesh_transports._wraps, mesh_transports._reduce_groups, fully_shard.class_adapters),
+        *(hooks.UnitHooks.input_followers, borders.marks_in_transforms),
+        *(mesh_transports.wrappers, mesh_transports._reduce_groups, fully_shard.class_adapters),
     ]
 
 
@@ -194,6 +195,45 @@ def test_any_two_parts_work_together(first: str) -> None:
             except Exception as error:
                 error.add_note(" and ".join(pair))
                 raise
+
+
+# By method: the part that it belongs to, and arguments. The others set what the kernel does.
+METHODS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "set_custom_all_gather": ("transports.custom", (None,)),
+    "set_custom_reduce_scatter": ("transports.custom", (None,)),
+    "set_allocate_memory_from_process_group_for_comm": ("transports.custom", (True,)),
+    "set_symm_mem_for_comm": ("transports.custom", ()),
+    "set_comm_policy": ("transports.compressed.transports", (None,)),
+    "set_max_gathered_bytes": ("features.gather_budget", (100_000,)),
+    "set_keep_frozen_gathered": ("features.frozen_cache", ()),
+    "set_manual_backward_finalization": ("features.finalization", (True,)),
+    "finalize_backward": ("features.finalization", ()),
+    "set_reduce_scatter_unused_params": ("features.unused_parameters", (True,)),
+}
+OF_KERNEL = {
+    "set_all_reduce_hook",
+    "load_state_dict",  # with a hint in its errors
+    "set_force_sum_reduction_for_comms",
+    "set_reduce_scatter_max_input_buffers",
+    "set_separate_reduce_scatter_group",
+}
+
+
+@distributed(1, 2)
+def test_a_method_says_which_part_it_needs_that_is_not_registered() -> None:
+    """It would do nothing."""
+    from fsdp2.parts import PartMethods
+
+    names = {name for name in vars(PartMethods) if not name.startswith("_")}
+    assert names == METHODS.keys() | OF_KERNEL
+    with with_parts(()):
+        model: Any = shard_case(TRANSFORMER, TRANSFORMER.build())
+        for name, (part, arguments) in METHODS.items():
+            with pytest.raises(RuntimeError, match=rf"^{name} needs the part fsdp2\.{part}, which"):
+                getattr(model, name)(*arguments)
+        optimizer = fsdp2.optim.step_in_backward(SGD(model.parameters(), lr=LR))
+        with pytest.raises(RuntimeError, match=r"^step_in_backward needs the part fsdp2\.features"):
+            optimizer.step()
 
 
 def test_parts_hear_in_the_order_of_their_list() -> None:

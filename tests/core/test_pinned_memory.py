@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 import testdev
 from fsdp2 import CPUOffloadPolicy, fully_shard
+from fsdp2.checkpoint.format.manifest import TensorPart
 from fsdp2.checkpoint.format.tensors import describe
 from fsdp2.checkpoint.saving.staging import Staging
-from fsdp2.checkpoint.saving.writing import Part
 from fsdp2.dtensor.boxes import Box
 from harness import cached_mesh, ours_only, run_on
 
@@ -107,7 +107,7 @@ def _staged() -> None:
     for name, tensor in tensors.items():
         info = describe(name, tensor)
         box = Box.whole(info.shape)
-        part = Part("model", info, box, box, (0,), True)
+        part = TensorPart("model", info, box, box, (0,), True)
         expected = tensor.cpu().contiguous()
         found = bytearray(read(part, 0, expected.nbytes))
         if found:

@@ -130,7 +130,7 @@ def test_the_step_after_ctrl_c_in_any_wait_is_right(reads: bool) -> None:
     import fsdp2.transports.host.links as host_links
     import fsdp2.transports.host.messages as messages
 
-    waits = (host_links.Operation, "wait") if reads else (messages, "wait_for")
+    waits = (host_links.PendingExchange, "wait") if reads else (messages, "wait_for")
     links = host_links.host_links if reads else lambda _: None
     wait, calls, stops_at = getattr(*waits), 0, -1
 

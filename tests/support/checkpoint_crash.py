@@ -18,14 +18,13 @@ from torch import Tensor
 
 from fsdp2.checkpoint.errors import CheckpointError
 from fsdp2.checkpoint.format.disk import Disk
-from fsdp2.checkpoint.format.manifest import INDEX, marker_name, own_name, state_name
+from fsdp2.checkpoint.format.manifest import INDEX, TensorPart, marker_name, own_name, state_name
 from fsdp2.checkpoint.format.tensors import describe
 from fsdp2.checkpoint.loading.reading import Target, read_verified
 from fsdp2.checkpoint.loading.source import open_source
 from fsdp2.checkpoint.saving.attempt import STAGING
 from fsdp2.checkpoint.saving.capture import Captured
-from fsdp2.checkpoint.saving.job import Options, SaveJob
-from fsdp2.checkpoint.saving.writing import Part
+from fsdp2.checkpoint.saving.job import SaveJob, SaveOptions
 from fsdp2.dtensor.boxes import Box, split_evenly
 
 NAME = "step-000001"
@@ -68,7 +67,7 @@ def captured(whole: dict[str, Tensor], rank: int, num_ranks: int, seed: int) -> 
             box = Box((start,) + (0,) * (len(shape) - 1), (num, *shape[1:]))
             typical = Box.whole((split_evenly(shape[0], num_ranks, 0)[1], *shape[1:]))
             local, writes = tensor[start : start + num], True
-        result.parts.append(Part(kind, describe(name, tensor), box, typical, ranks, writes))
+        result.parts.append(TensorPart(kind, describe(name, tensor), box, typical, ranks, writes))
         if writes:
             result.locals[kind, name] = local
     return result
@@ -96,7 +95,7 @@ def make_job(
         rank,
         tuple(range(num_ranks)),
         captured(whole, rank, num_ranks, seed),
-        Options(layout, max_file_bytes, num_threads=num_threads),
+        SaveOptions(layout, max_file_bytes, num_threads=num_threads),
         Disk(before),
     )
 

@@ -110,7 +110,7 @@ def test_from_memory_while_a_copy_is_left_then_from_disk() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_without_memory_there_are_commits() -> None:
     """No such folder; too little room from the first snapshot on."""
-    import fsdp2.checkpoint.memory_snapshots as module
+    import fsdp2.snapshots.memory_snapshots as module
 
     with shared_folder() as folder:
         root = Path(folder)

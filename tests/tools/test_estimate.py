@@ -17,7 +17,7 @@ from benchmarks.estimate import MAIN, MORE, Case, measure, predict
 from by_keywords import estimate, trace_step
 from fsdp2 import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, explain
 from fsdp2.planning import Estimate
-from fsdp2.planning.trace.account import Account, Held
+from fsdp2.planning.trace.account import Account, HeldBytes
 from fsdp2.planning.trace.events import Gradient
 from fsdp2.planning.trace.meter import StorageMeter
 from fsdp2.planning.trace.optimizers import optimizer_cost
@@ -379,7 +379,7 @@ def test_attention_with_a_causal_mask_costs_half() -> None:
 
 def test_held_bytes_go_with_the_last_reference() -> None:
     account = Account()
-    held = Held(account, "a", 100)
+    held = HeldBytes(account, "a", 100)
     other = held
     account.touch("b", 50)
     del held

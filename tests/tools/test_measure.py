@@ -31,7 +31,7 @@ from fsdp2.planning.hardware.measure import medians, to_dict
 from fsdp2.planning.hardware.timed import OperatorTimes, Timed, tables, two_constants
 from fsdp2.planning.hardware.workloads import _training
 from fsdp2.planning.outcomes import bound_sentence
-from fsdp2.planning.replay.device import Transfer
+from fsdp2.planning.replay.device import Collective
 from fsdp2.planning.simulation.costs import operation_s, transfer_cost
 from fsdp2.planning.trace.events import Operation
 from fsdp2.transports.host.topology import Topology
@@ -132,7 +132,7 @@ def test_presets_do_not_know_names_of_operators() -> None:
 
 def test_collectives_take_what_was_measured_of_groups_of_their_size() -> None:
     hardware = tabled(message_s=1e-5)
-    transfer = Transfer("all_gather", "shard", 10**6, 5 * 10**5, 3, "")
+    transfer = Collective("all_gather", "shard", 10**6, 5 * 10**5, 3, "")
     cost = transfer_cost(transfer, Topology(2, 1, 2, 1).ring("shard", 2), hardware)
     assert cost.total_s == pytest.approx(1e-3 + 2 * 1e-5)
     assert cost.shared_s == pytest.approx(1e-3 - 1e-4)  # beyond what the smallest take
@@ -151,7 +151,7 @@ def test_a_host_that_orders_everything_hides_nothing() -> None:
     assert slow.exposed_s == pytest.approx(sum(slow.stream_s.values()) - slow.compute_s)
     assert "Nothing is communicated" not in bound_sentence(slow)
     assert [s.begin for s in slow.spans[1:]] == pytest.approx([s.end for s in slow.spans[:-1]])
-    assert {type(each.work).__name__ for each in slow.launches} == {"Compute", "Transfer"}
+    assert {type(each.work).__name__ for each in slow.launches} == {"Compute", "Collective"}
     # What goes on meanwhile takes no time, but a call does.
     half = Simulator(tabled(host_ordered=True, overlap=1.0), None).run(trace, setup)
     assert 0 < half.seconds < slow.seconds
@@ -170,13 +170,13 @@ def test_each_further_parameter_of_a_unit_takes_its_time() -> None:
         "all_gather", "reduce_scatter", "all_reduce")})  # fmt: skip
     step = Simulator(plain, None).run(trace, setup)
     # Each unit has four parameters: three more in each gather and in each reduction.
-    transfers = [each.work for each in step.launches if isinstance(each.work, Transfer)]
+    transfers = [each.work for each in step.launches if isinstance(each.work, Collective)]
     assert {each.params for each in transfers} == {4}
     longer = Simulator(replace(plain, param_s=1e-3), None).run(trace, setup)
     assert longer.seconds - step.seconds == pytest.approx(len(transfers) * 3e-3)
     replicated = make_setup(units_of(made, "auto"), 2, strategy="none")
     summed = Simulator(plain, None).run(trace, replicated)
-    sums = [each.work for each in summed.launches if isinstance(each.work, Transfer)]
+    sums = [each.work for each in summed.launches if isinstance(each.work, Collective)]
     assert {each.kind for each in sums} == {"all_reduce"}
     assert sum(each.params for each in sums) == len(list(made.parameters()))
 

@@ -15,7 +15,7 @@ from by_keywords import make_setup, plan, trace_step
 from fsdp2 import CommPolicy, MixedPrecisionPolicy, Plan, units_of
 from fsdp2.planning import Hardware, SimulatedStep, Simulator, find_hardware
 from fsdp2.planning.choices import meshes_of
-from fsdp2.planning.replay.device import Transfer
+from fsdp2.planning.replay.device import Collective
 from fsdp2.planning.trace.events import StepTrace
 from fsdp2.planning.traces import wraps_of
 from fsdp2.planning.workload import default_checkpoint_modules
@@ -190,7 +190,7 @@ def test_gathers_are_batched_as_ranks_on_so_many_hosts_would(step: Any) -> None:
     def num_entries(ranks_per_node: int, num_ranks: int, **options: Any) -> set[int]:
         hardware = replace(H100, ranks_per_node=ranks_per_node)
         launches = simulate(step, hardware, num_ranks, **options).launches
-        sent = [launch.work for launch in launches if isinstance(launch.work, Transfer)]
+        sent = [launch.work for launch in launches if isinstance(launch.work, Collective)]
         return {
             work.messages for work in sent if work.kind == "all_gather" and "blocks" in work.unit
         }

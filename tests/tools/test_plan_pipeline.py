@@ -26,7 +26,7 @@ from by_keywords import Stages, make_setup, plan, predict, predict_planned
 from fsdp2 import MixedPrecisionPolicy, Plan, StateOffload
 from fsdp2.cli.main import main
 from fsdp2.planning import Hardware, Simulator, find_hardware, searching
-from fsdp2.planning.replay.pipeline import Part
+from fsdp2.planning.replay.pipeline import RankStage
 from fsdp2.planning.replay.schedules import SPLIT
 from fsdp2.planning.simulation.pipeline_estimates import estimate_pipeline, stages_alone
 from fsdp2.planning.simulation.pipeline_times import replay_pipeline, simulate_pipeline
@@ -213,13 +213,15 @@ def test_an_estimate_knows_which_stages_are_gathered() -> None:
     near(made, ("LoopedBFS", 4), "grad", time=0.05, memory=0.07)
 
 
-def parts_over_four(steps: Stages, pipeline: tuple[str, int], mesh: Any, **how: Any) -> list[Part]:
+def parts_over_four(
+    steps: Stages, pipeline: tuple[str, int], mesh: Any, **how: Any
+) -> list[RankStage]:
     """The stages of a pipeline over four ranks with 16 micro-batches."""
     schedule, stages_per_rank = pipeline
     made = steps.get(4 * stages_per_rank, splits_backward=schedule in SPLIT)
     how |= {"mp_policy": BF16, "pipeline_ranks": 4, "micro_batches": 16}
     return [
-        Part(i, stage.trace, make_setup(stage.units, mesh, **how), stage.split)
+        RankStage(i, stage.trace, make_setup(stage.units, mesh, **how), stage.split)
         for i, stage in enumerate(made)
     ]
 

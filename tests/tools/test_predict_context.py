@@ -28,11 +28,11 @@ from by_keywords import plan, predict, sweep, trace_step
 from fsdp2 import MixedPrecisionPolicy, Plan
 from fsdp2.cli.main import main
 from fsdp2.planning import find_hardware
-from fsdp2.planning.replay.device import Transfer
+from fsdp2.planning.replay.device import Collective
 from fsdp2.planning.simulation.costs import transfer_cost
 from fsdp2.planning.simulation.loads import with_part_of_context
 from fsdp2.planning.trace.attention import ContextParallel
-from fsdp2.planning.trace.events import Compute, Exchange, ExchangeEnd
+from fsdp2.planning.trace.events import Compute, ExchangeEnd, ModelExchange
 from fsdp2.planning.trace.expert_units import InnerTopology
 from fsdp2.planning.traces import parallel_copy
 from fsdp2.transports.host.topology import Ring
@@ -107,7 +107,7 @@ def attention_flops(trace: Any) -> int:
 
 
 def exchanges(trace: Any) -> list[tuple[str, int]]:
-    return [(e.kind, e.nbytes) for e in trace.events if isinstance(e, Exchange)]
+    return [(e.kind, e.nbytes) for e in trace.events if isinstance(e, ModelExchange)]
 
 
 # -- arithmetic ------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def test_what_is_sent_is_waited_for_when_it_is_read() -> None:
     begun: dict[int, int] = {}
     between = []
     for i, event in enumerate(made.events):
-        if isinstance(event, Exchange):
+        if isinstance(event, ModelExchange):
             assert event.group == "context"
             assert event.number is not None
             begun[event.number] = i
@@ -194,7 +194,7 @@ def test_where_the_ranks_are() -> None:
 
 
 def test_the_time_of_a_message() -> None:
-    send = Transfer("send", "context", 10**9, 10**9, 1, "")
+    send = Collective("send", "context", 10**9, 10**9, 1, "")
     within = transfer_cost(send, Ring(4, 4, 2), H100)
     assert within.shared_s == 1e9 / H100.node_bandwidth
     between = transfer_cost(send, Ring(16, 8, 1), H100)
@@ -549,7 +549,7 @@ def context_sends(step: Any) -> int:
     return sum(
         launch.work.sent
         for launch in step.launches
-        if isinstance(launch.work, Transfer) and launch.work.group == "context"
+        if isinstance(launch.work, Collective) and launch.work.group == "context"
     )
 
 

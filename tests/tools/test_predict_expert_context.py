@@ -25,7 +25,7 @@ from fsdp2.experts import shard_experts
 from fsdp2.planning.replay.replay import replay
 from fsdp2.planning.simulation.loads import with_part_of_context
 from fsdp2.planning.trace.attention import ContextParallel
-from fsdp2.planning.trace.events import Exchange
+from fsdp2.planning.trace.events import ModelExchange
 from fsdp2.planning.trace.expert_units import InnerTopology, with_experts
 from fsdp2.planning.traces import parallel_copy
 from fsdp2.transports.host.topology import Ring
@@ -82,7 +82,9 @@ def traced(mesh: DeviceMesh | None, part: int, sample: Any, expert_ranks: int) -
 
 def exchanges(trace: Any, group: str) -> list[tuple[str, int]]:
     return [
-        (e.kind, e.nbytes) for e in trace.events if isinstance(e, Exchange) and e.group == group
+        (e.kind, e.nbytes)
+        for e in trace.events
+        if isinstance(e, ModelExchange) and e.group == group
     ]
 
 

@@ -35,10 +35,10 @@ from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.cli.main import main
 from fsdp2.experts import TokenExchange, shard_experts
 from fsdp2.planning import find_hardware
-from fsdp2.planning.replay.device import Transfer
-from fsdp2.planning.replay.pipeline import Part, replay_rank
+from fsdp2.planning.replay.device import Collective
+from fsdp2.planning.replay.pipeline import RankStage, replay_rank
 from fsdp2.planning.replay.schedules import SPLIT, order_of, rank_of_stage
-from fsdp2.planning.trace.events import Exchange, StartOfBackward, StartOfWeights
+from fsdp2.planning.trace.events import ModelExchange, StartOfBackward, StartOfWeights
 from fsdp2.planning.trace.expert_units import InnerTopology
 from fsdp2.planning.trace.optimizers import NOTHING
 from fsdp2.planning.traces import TracedStage
@@ -130,7 +130,7 @@ def test_a_rank_has_its_experts_of_its_stages(experts: Any) -> None:
     assert [stage.expert_units for stage in stages] == [frozenset(), own, own]
     assert [own <= {unit.modules for unit in s.units} for s in stages] == [False, True, True]
     # Dispatch and combine, forward and backward, in each of two blocks.
-    assert [sum(isinstance(e, Exchange) for e in s.trace.events) for s in stages] == [0, 8, 8]
+    assert [sum(isinstance(e, ModelExchange) for e in s.trace.events) for s in stages] == [0, 8, 8]
     # The dense stage is the same, over however many ranks experts are.
     assert stages_over(steps, 3, 2)[0].trace is stages[0].trace
     assert steps.num_traced == 5
@@ -148,7 +148,7 @@ def test_stages_made_of_copies_have_the_same_experts() -> None:
 
 
 def exchanges(events: Any) -> list[int]:
-    return [event.nbytes for event in events if isinstance(event, Exchange)]
+    return [event.nbytes for event in events if isinstance(event, ModelExchange)]
 
 
 def test_a_split_backward_exchanges_tokens_with_the_gradients_of_inputs() -> None:
@@ -252,7 +252,9 @@ def of_run(schedule: str, expert_ranks: int, reshard: bool) -> tuple[Any, ...]:
     return traffic, ledger, sent, exchanged, moments[-1:], rank
 
 
-def replayed(schedule: str, expert_ranks: int, reshard: bool, rank: int) -> tuple[Any, list[Part]]:
+def replayed(
+    schedule: str, expert_ranks: int, reshard: bool, rank: int
+) -> tuple[Any, list[RankStage]]:
     """The same, as `predict` replays it; and the stages of the rank."""
     num_stages = 2 * LOOPED.get(schedule, 1)
     target = torch.zeros(32, dtype=torch.long)
@@ -265,7 +267,7 @@ def replayed(schedule: str, expert_ranks: int, reshard: bool, rank: int) -> tupl
             reshard_after_forward=reshard, experts=stage.expert_units, expert_ranks=expert_ranks,
         )  # fmt: skip
         if rank_of_stage(schedule, number, 2) == rank:
-            own.append(Part(number, stage.trace, setup, stage.split))
+            own.append(RankStage(number, stage.trace, setup, stage.split))
     order = order_of(schedule, rank, 2, MICRO_BATCHES, LOOPED.get(schedule, 1))
     late = schedule == "GPipe"
     return replay_rank(own, order, optimizer=NOTHING, sends_late=late), own
@@ -333,9 +335,9 @@ def predicted(**options: Any) -> Any:
     return predict(given.pop("model", on_meta(**SIZES)), batch(1, 2048), H100, ranks, **given)
 
 
-def transfers(made: Any, group: str | None = None) -> list[Transfer]:
+def transfers(made: Any, group: str | None = None) -> list[Collective]:
     """The collectives of a predicted step: all of them, or those of a group."""
-    found = [launch.work for launch in made.step.launches if isinstance(launch.work, Transfer)]
+    found = [launch.work for launch in made.step.launches if isinstance(launch.work, Collective)]
     return [work for work in found if group in (None, work.group)]
 
 

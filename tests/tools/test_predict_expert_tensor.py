@@ -40,10 +40,10 @@ from by_keywords import Stages, make_setup, plan, predict, sweep, trace_step
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.cli.main import main
 from fsdp2.experts import shard_experts
-from fsdp2.planning.replay.pipeline import Part, replay_rank
+from fsdp2.planning.replay.pipeline import RankStage, replay_rank
 from fsdp2.planning.replay.replay import replay
 from fsdp2.planning.replay.schedules import order_of
-from fsdp2.planning.trace.events import Exchange
+from fsdp2.planning.trace.events import ModelExchange
 from fsdp2.planning.trace.expert_units import InnerTopology, with_experts
 from fsdp2.planning.trace.optimizers import NOTHING
 from fsdp2.planning.traces import parallel_copy
@@ -116,7 +116,9 @@ def traced(model: nn.Module, tensor_ranks: int, expert_ranks: int) -> Any:
 
 def exchanges(trace: Any, group: str) -> list[tuple[str, int]]:
     return [
-        (e.kind, e.nbytes) for e in trace.events if isinstance(e, Exchange) and e.group == group
+        (e.kind, e.nbytes)
+        for e in trace.events
+        if isinstance(e, ModelExchange) and e.group == group
     ]
 
 
@@ -274,7 +276,7 @@ def test_a_pipeline_sends_what_was_predicted(expert_ranks: int) -> None:
             stage.units, 1, micro_batches=MICRO_BATCHES, pipeline_ranks=2, tensor_ranks=2,
             device_type="cpu", experts=stage.expert_units, expert_ranks=expert_ranks,
         )  # fmt: skip
-        own = [Part(rank, stage.trace, setup, stage.split)]
+        own = [RankStage(rank, stage.trace, setup, stage.split)]
         order = order_of("1F1B", rank, 2, MICRO_BATCHES, 1)
         made = replay_rank(own, order, optimizer=NOTHING)
         assert [t.nbytes for t in made.transfers if t.group == "experts"] == exchanged

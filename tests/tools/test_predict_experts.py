@@ -22,7 +22,7 @@ from by_keywords import estimate, plan, predict, predict_planned, trace_step
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fsdp2.experts import TokenExchange, local_experts, shard_experts
 from fsdp2.planning import find_hardware
-from fsdp2.planning.trace.events import Compute, Exchange
+from fsdp2.planning.trace.events import Compute, ModelExchange
 from fsdp2.planning.trace.expert_units import InnerTopology
 from fsdp2.transports.host.topology import Ring
 from harness import cached_mesh, distributed
@@ -105,7 +105,7 @@ def test_a_rank_has_its_experts_and_the_tokens_of_all_ranks_for_them(
     assert sum(p.numel_of_all_experts for p in made.params) == sum(
         p.numel() for p in on_meta().parameters()
     )
-    sent = [event for event in made.events if isinstance(event, Exchange)]
+    sent = [event for event in made.events if isinstance(event, ModelExchange)]
     # Dispatch and combine, forward and backward, in two blocks; nothing travels to oneself.
     assert len(sent) == (0 if ranks == 1 else 8)
     assert {(e.nbytes, e.ranks) for e in sent} <= {(64 * 16 * 4, ranks)}

@@ -23,7 +23,7 @@ from by_keywords import Stages, make_setup, predict, sweep
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, Prediction, StateOffload, fully_shard
 from fsdp2.cli.main import main
 from fsdp2.planning import Hardware, find_hardware
-from fsdp2.planning.replay.pipeline import Part, replay_rank
+from fsdp2.planning.replay.pipeline import RankStage, replay_rank
 from fsdp2.planning.replay.schedules import Action, actions_of
 from fsdp2.planning.simulation.pipeline_times import RankTimes, begins
 from fsdp2.planning.trace.events import Compute, StartOfBackward
@@ -258,7 +258,7 @@ def test_micro_batches_in_flight(schedule: str) -> None:
         setup = make_setup(stage.units, 1, micro_batches=m, pipeline_ranks=4, mp_policy=BF16)
         actions = actions_of(schedule, rank, 4, m)
         [before, after] = [
-            replay_rank([Part(rank, stage.trace, setup)], acts, optimizer=NOTHING)
+            replay_rank([RankStage(rank, stage.trace, setup)], acts, optimizer=NOTHING)
             for acts in ([Action(rank, 0, True), Action(rank, 0, False)], actions)
         ]
         in_flight = 4 - rank if schedule == "1F1B" else m
@@ -327,7 +327,7 @@ def test_a_run_needs_and_sends_what_was_predicted(kind: Any, schedule: str, resh
         reshard_after_forward=reshard,
     )  # fmt: skip
     made = replay_rank(
-        [Part(rank, stage.trace, setup)], actions_of(schedule, rank, 2, m),
+        [RankStage(rank, stage.trace, setup)], actions_of(schedule, rank, 2, m),
         optimizer=NOTHING, sends_late=schedule == "GPipe",
     )  # fmt: skip
     assert sent == [stage.trace.sent_bytes + stage.trace.returned_bytes] * m

@@ -23,7 +23,7 @@ from benchmarks.ledger import Ledger
 from by_keywords import Stages, make_setup, predict
 from fsdp2 import fully_shard
 from fsdp2.planning import SimulatedStep, Simulator, find_hardware
-from fsdp2.planning.replay.pipeline import Part, replay_rank
+from fsdp2.planning.replay.pipeline import RankStage, replay_rank
 from fsdp2.planning.replay.replay import Replay
 from fsdp2.planning.replay.schedules import (
     SPLIT,
@@ -84,7 +84,7 @@ def of_run(schedule: str, reshard: bool) -> tuple[Any, Any, list[int], int]:
     return traffic, ledger, sent, rank
 
 
-def parts_of(schedule: str, reshard: bool) -> list[Part]:
+def parts_of(schedule: str, reshard: bool) -> list[RankStage]:
     sample = torch.zeros(2, 16, dtype=torch.long, device="meta")
     model = on_meta(width=64, num_blocks=8)
     steps = Stages(
@@ -93,7 +93,7 @@ def parts_of(schedule: str, reshard: bool) -> list[Part]:
     )  # fmt: skip
     stages = steps.get(4, splits_backward=schedule in SPLIT)
     return [
-        Part(
+        RankStage(
             i,
             stage.trace,
             make_setup(
@@ -106,7 +106,9 @@ def parts_of(schedule: str, reshard: bool) -> list[Part]:
     ]  # fmt: skip
 
 
-def assert_same_traffic(made: Replay, own: list[Part], traffic: Traffic, sent: list[int]) -> None:
+def assert_same_traffic(
+    made: Replay, own: list[RankStage], traffic: Traffic, sent: list[int]
+) -> None:
     """Of a rank with the stages ``own``: gathers, reductions, and messages between stages."""
     gathers = [t for t in made.transfers if t.kind == "all_gather"]
     reductions = [t for t in made.transfers if t.kind == "reduce_scatter"]
@@ -269,7 +271,7 @@ def test_gathers_and_reductions_go_on_while_a_rank_waits(schedule: str) -> None:
     model = on_meta(Even, width=4096, num_blocks=16)
     steps = Stages(model, sample, split_stages=even_stages, mp_policy=BF16)
     parts = [
-        Part(
+        RankStage(
             i,
             stage.trace,
             make_setup(stage.units, 16, mp_policy=BF16, pipeline_ranks=4, micro_batches=8),

@@ -25,7 +25,7 @@ from fsdp2.planning import find_hardware
 from fsdp2.planning.replay.replay import params_on_host, placed_optimizer
 from fsdp2.planning.replay.setups import granularities
 from fsdp2.planning.simulation.simulate import optimizer_s
-from fsdp2.planning.trace.optimizers import OptimizerCost, PagedState, Part, PlacedOptimizer
+from fsdp2.planning.trace.optimizers import OptimizerCost, PagedPart, PagedState, PlacedOptimizer
 from fsdp2.wrap import units_of
 from harness import cached_mesh, run_on
 
@@ -232,7 +232,7 @@ def paged_in_files(offload: StateOffload) -> PagedState:
 
 def test_a_step_takes_its_copies_where_they_are_longer() -> None:
     gigabyte = 10**9
-    parts = tuple(Part(gigabyte, gigabyte, gigabyte, 3 * gigabyte, 0) for _ in range(8))
+    parts = tuple(PagedPart(gigabyte, gigabyte, gigabyte, 3 * gigabyte, 0) for _ in range(8))
     cost = OptimizerCost(8 * gigabyte, 0, 24 * gigabyte)
     step_s = 24 * gigabyte / (H100.memory_bandwidth * H100.memory_efficiency)
     assert optimizer_s(PlacedOptimizer(cost), H100) == pytest.approx(step_s)

@@ -33,7 +33,7 @@ from by_keywords import plan, predict, sweep, trace_step
 from fsdp2 import MixedPrecisionPolicy, Plan, fully_shard
 from fsdp2.cli.main import main
 from fsdp2.planning import find_hardware
-from fsdp2.planning.trace.events import Compute, Exchange, ExchangeEnd
+from fsdp2.planning.trace.events import Compute, ExchangeEnd, ModelExchange
 from fsdp2.planning.trace.expert_units import InnerTopology
 from fsdp2.planning.traces import parallel_copy
 from fsdp2.transports.host.topology import Ring
@@ -122,7 +122,7 @@ def traced(ranks: int, how: Any = parallelize, **options: Any) -> Any:
 def collectives(trace: Any) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for event in trace.events:
-        if isinstance(event, Exchange):
+        if isinstance(event, ModelExchange):
             assert event.group == "tensor"
             found.setdefault(event.kind, []).append(event.nbytes)
     return found
@@ -210,7 +210,7 @@ def operations_in_flight(trace: Any) -> list[int]:
     """The operations between the begin of each collective and the wait for it."""
     found, events = [], trace.events
     for i, event in enumerate(events):
-        if isinstance(event, Exchange):
+        if isinstance(event, ModelExchange):
             end = events.index(ExchangeEnd(event.number), i)
             meanwhile = [e for e in events[i:end] if isinstance(e, Compute)]
             found.append(sum(len(each.operations) for each in meanwhile))

@@ -27,7 +27,7 @@ from fsdp2.planning.hardware.reference_steps import (
     fitted,
     step_factors,
 )
-from fsdp2.planning.replay.device import Transfer
+from fsdp2.planning.replay.device import Collective
 from fsdp2.planning.simulation.costs import operation_s, transfer_cost
 from fsdp2.planning.trace.events import Operation
 from fsdp2.transports.host.topology import Topology
@@ -101,7 +101,7 @@ def test_operators_and_collectives_take_their_factor() -> None:
         assert operation_s(operation, hardware) == in_step(part, operation_s(operation, plain))
     ring = Topology(2, 1, 2, 1).ring("shard", 2)
     for kind in KINDS:
-        transfer = Transfer(kind, "shard", 10**5, 10**5, 3, "")
+        transfer = Collective(kind, "shard", 10**5, 10**5, 3, "")
         before, after = (transfer_cost(transfer, ring, each) for each in (plain, hardware))
         assert after.fixed_s == pytest.approx(factors["call"] * before.fixed_s)
         of_bytes = factors["gather" if kind == "all_gather" else "reduce"]

@@ -13,10 +13,10 @@ import harness
 if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: about its command line", allow_module_level=True)
 
-from fsdp2.doctor.checks import ERROR, WARNING, Folder, check
+from fsdp2.doctor.checks import ERROR, WARNING, FolderFacts, check
 from fsdp2.doctor.examine import Examination, _findings_of
 from fsdp2.doctor.facts import Facts, facts_of
-from fsdp2.doctor.links import Link, rounds
+from fsdp2.doctor.links import MeasuredLink, rounds
 from fsdp2.doctor.meeting import PhaseError
 from fsdp2.doctor.report import report
 from pages import ROOT, blocks
@@ -65,8 +65,8 @@ def facts(**changes: Any) -> list[Facts]:
 
 
 def test_nothing_is_wrong_where_nothing_is() -> None:
-    links = [Link(0, 2, 1e-4, 1e9, 0.0)]
-    folders = {rank: Folder("", (0, 1, 2, 3), 10 * GB, 1e8) for rank in range(4)}
+    links = [MeasuredLink(0, 2, 1e-4, 1e9, 0.0)]
+    folders = {rank: FolderFacts("", (0, 1, 2, 3), 10 * GB, 1e8) for rank in range(4)}
     assert check(facts(), links, folders, GB) == []
 
 
@@ -159,7 +159,7 @@ def test_addresses_of_one_host_may_be_of_the_loop() -> None:
 
 
 def test_slow_links_and_clocks_are_named() -> None:
-    links = [Link(a, b, 1e-4, 1e9, 0.0) for a, b in combinations(range(4), 2)]
+    links = [MeasuredLink(a, b, 1e-4, 1e9, 0.0) for a, b in combinations(range(4), 2)]
     links[0] = replace(links[0], bytes_per_s=1e8)
     links[-1] = replace(links[-1], latency_s=0.1)
     links[1] = replace(links[1], clock_s=-7.0)
@@ -172,12 +172,12 @@ def test_slow_links_and_clocks_are_named() -> None:
 
 
 def test_folders() -> None:
-    good = {rank: Folder("", (0, 1, 2, 3), 10 * GB, 1e8) for rank in range(4)}
+    good = {rank: FolderFacts("", (0, 1, 2, 3), 10 * GB, 1e8) for rank in range(4)}
     (alone,) = check(facts(), (), good | {3: replace(good[3], seen=(3,))})
     assert "rank 3 do not see the files of all other ranks" in alone.text
     (full,) = check(facts(), (), good | {2: replace(good[2], free_bytes=GB)}, 2 * GB)
     assert "1.00 GiB are free there, and 2.00 GiB were asked for" in full.text
-    (closed,) = check(facts(), (), good | {1: Folder("Permission denied", (), 0, 0.0)})
+    (closed,) = check(facts(), (), good | {1: FolderFacts("Permission denied", (), 0, 0.0)})
     assert "rank 1 cannot write there: Permission denied" in closed.text
 
 
@@ -204,7 +204,7 @@ def test_facts_survive_other_versions_of_them() -> None:
 
 def test_the_report_of_many_hosts_is_short() -> None:
     many = [replace(fact(0), rank=rank, host=f"host-{rank}") for rank in range(500)]
-    links = [Link(0, rank, 1e-4, 1e9 + rank, 0.0) for rank in range(1, 500)]
+    links = [MeasuredLink(0, rank, 1e-4, 1e9 + rank, 0.0) for rank in range(1, 500)]
     text = report(Examination(500, many, [], links))
     assert "500 of 500 ranks answered, on 500 hosts" in text
     assert "and 436 more" in text
@@ -217,7 +217,7 @@ def test_the_page_shows_what_is_printed() -> None:
     ranks = [replace(fact(0), rank=rank, world_size=9) for rank in range(5)]
     ranks[4] = replace(ranks[4], torch="2.13.0")
     nodes = [replace(fact(0), rank=8 * node, host=f"node{node}") for node in range(4)]
-    speeds = [Link(8 * a, 8 * b, 1e-4, 2.8e9, 0.0) for a, b in combinations(range(4), 2)]
+    speeds = [MeasuredLink(8 * a, 8 * b, 1e-4, 2.8e9, 0.0) for a, b in combinations(range(4), 2)]
     speeds[4] = replace(speeds[4], bytes_per_s=1.2e8)
     findings = [
         *_findings_of(PhaseError("arrival", {}, [9]), []),

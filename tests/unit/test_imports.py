@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fsdp2"
 MODULES = ("checkpoint", "custom", "experts", "optim", "policy", "testing", "wrap")
 # Only those who ask for them need these.
-ON_DEMAND = {"checkpoint", "cli", "describe", "planning", "profiling", "render"}
+ON_DEMAND = {"checkpoint", "cli", "describe", "planning", "profiling", "render", "snapshots"}
 
 
 def run_python(program: str, path: Path = ROOT, *options: str) -> str:

@@ -96,10 +96,13 @@ def test_the_kernel_imports_no_part() -> None:
     assert [(name, parts) for name in layers() if (parts := parts_known_to(name))] == []
 
 
-@pytest.mark.parametrize("room", ["checkpoint/", "planning/"])
-def test_only_the_command_line_builds_on_some_rooms(room: str) -> None:
+@pytest.mark.parametrize(
+    "rooms", [("checkpoint/", "snapshots/"), ("snapshots/",), ("planning/",)], ids=lambda r: r[0]
+)
+def test_only_the_command_line_builds_on_some_rooms(rooms: tuple[str, ...]) -> None:
     """Models are sharded, collected, initialized and trained without loading that code."""
-    others = [name for name in layers() if not name.startswith((room, "cli/"))]
+    room = rooms[0]
+    others = [name for name in layers() if not name.startswith((*rooms, "cli/"))]
     assert [n for n in others if any(o.startswith(room) for o in imported(PACKAGE / n))] == []
 
 
@@ -111,3 +114,14 @@ def test_any_other_order_of_two_files_that_know_each_other_is_refused() -> None:
     for a, b in known:
         swapped = [{a: b, b: a}.get(name, name) for name in order]
         assert f"{b} imports {a}" in upward(swapped)
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    """A name in a traceback or a search is that of one thing. (Private ones are of one file.)"""
+    where: dict[str, list[str]] = {}
+    for name in layers():
+        for node in ast.walk(ast.parse((PACKAGE / name).read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                where.setdefault(node.name, []).append(name)
+    assert len(where) > 400
+    assert {name: files for name, files in where.items() if len(files) > 1} == {}

@@ -17,7 +17,7 @@ if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: torch does not plan", allow_module_level=True)
 
 from fsdp2.planning.hardware.hardware import PRESETS, Hardware, find_hardware
-from fsdp2.planning.replay.device import Transfer
+from fsdp2.planning.replay.device import Collective
 from fsdp2.planning.simulation.costs import Cost, transfer_cost
 from fsdp2.transports.host.topology import Ring, Topology, split_by_link
 
@@ -31,7 +31,7 @@ GB = 10**9
 def cost_of(topology: Topology, group: str, hardware: Hardware, kind: str = "all_gather") -> Cost:
     ring = topology.ring(group)
     sent = 8 * GB * (ring.size - 1) // ring.size if kind == "all_to_all" else 0
-    return transfer_cost(Transfer(kind, group, 8 * GB, sent, 1, "unit"), ring, hardware)
+    return transfer_cost(Collective(kind, group, 8 * GB, sent, 1, "unit"), ring, hardware)
 
 
 def slower(topology: Topology, group: str, hardware: Hardware, kind: str = "all_gather") -> float:
@@ -108,7 +108,7 @@ def test_rings_stay_on_their_rails_and_all_to_alls_do_not() -> None:
 # -- flat networks -------------------------------------------------------------------------------
 
 
-def flat_cost(transfer: Transfer, ring: Ring, hardware: Hardware) -> tuple[float, str]:
+def flat_cost(transfer: Collective, ring: Ring, hardware: Hardware) -> tuple[float, str]:
     """The seconds on the slowest link, as before there were pods."""
     whole = hardware.network_bandwidth * hardware.network_efficiency
     if transfer.kind == "all_to_all":
@@ -135,7 +135,7 @@ def test_flat_networks_take_what_they_took_bit_for_bit(
     shards: int, replicas: int, group: str, kind: str, nbytes: int, name: str
 ) -> None:
     ring = Topology(shards, replicas, PRESETS[name].ranks_per_node).ring(group)
-    transfer = Transfer(kind, group, nbytes, nbytes, 1, "unit")
+    transfer = Collective(kind, group, nbytes, nbytes, 1, "unit")
     if ring.size > 1:
         made = transfer_cost(transfer, ring, PRESETS[name])
         assert (made.shared_s, made.link) == flat_cost(transfer, ring, PRESETS[name])

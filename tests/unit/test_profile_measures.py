@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp2.profiling.events import Border, Communication, Moment, Recording, Sample, Wait, exclusive
+from fsdp2.profiling.events import (
+    Communication,
+    Moment,
+    Recording,
+    Sample,
+    UnitBorder,
+    WaitInterval,
+    exclusive,
+)
 from fsdp2.profiling.measures import Traffic, measure, steps_of
 from fsdp2.profiling.trace import rows_of
 
 
-def borders(*told: tuple[float, str, str, int]) -> list[Border]:
+def borders(*told: tuple[float, str, str, int]) -> list[UnitBorder]:
     """(time, "+name" or "-name", phase, depth)."""
-    return [Border(name[0] == "+", name[1:], phase, depth, t) for t, name, phase, depth in told]
+    return [UnitBorder(name[0] == "+", name[1:], phase, depth, t) for t, name, phase, depth in told]
 
 
 def shown(made: tuple) -> list[tuple[str, float, float]]:
@@ -67,7 +75,7 @@ def test_clocks_that_go_back_a_little() -> None:
 )
 def test_waits_are_no_compute(wait: tuple[float, float], left: list[tuple[float, float]]) -> None:
     told = borders((1, "+a", "forward", 0), (4, "-a", "forward", 0))
-    made = exclusive(told, [Wait("b", "all-gather", *wait)])
+    made = exclusive(told, [WaitInterval("b", "all-gather", *wait)])
     assert [(c.begin_s, c.end_s) for c in made] == left
 
 
@@ -96,7 +104,10 @@ def test_steps(told: str, expected: list[tuple[float, float]]) -> None:
 def test_measures_are_means_over_steps() -> None:
     gather = Communication("a", "all-gather", "forward", 4, 100, 75, 0.0, 0.25, 0.0, 2.0)
     again = Communication("a", "all-gather", "backward", 4, 100, 75, 4.0, 0.25, 4.0, 5.0)
-    waits = (Wait("a", "all-gather", 1.0, 2.0), Wait("b", "reduce-scatter", 5.0, 5.5))
+    waits = (
+        WaitInterval("a", "all-gather", 1.0, 2.0),
+        WaitInterval("b", "reduce-scatter", 5.0, 5.5),
+    )
     samples = tuple(
         Sample(t, {"gathered parameters": nbytes}, total)
         for t, nbytes, total in ((0.0, 5, 50), (3.0, 9, None), (6.0, 1, 60))
@@ -135,7 +146,7 @@ def test_measures_are_means_over_steps() -> None:
 
 
 def test_rows_have_no_overlaps() -> None:
-    spans = [Wait("", "", *span) for span in ((0, 4), (1, 2), (2, 5), (4, 6), (5, 7))]
+    spans = [WaitInterval("", "", *span) for span in ((0, 4), (1, 2), (2, 5), (4, 6), (5, 7))]
     rows = rows_of(spans)
     assert [[(s.begin_s, s.end_s) for s in row] for row in rows] == [
         [(0, 4), (4, 6)],

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp2.planning.hardware.hardware import PRESETS, Hardware, find_hardware
-from fsdp2.planning.replay.device import LaunchDevice, Transfer
+from fsdp2.planning.replay.device import Collective, LaunchDevice
 from fsdp2.planning.simulation.costs import Cost, link_of, operation_s, transfer_cost
 from fsdp2.planning.simulation.schedule import Task, schedule
 from fsdp2.planning.trace.events import Compute, Operation
@@ -124,8 +124,8 @@ def test_kernels_take_the_slower_of_arithmetic_and_memory() -> None:
     assert operation_s(fused, hardware) == pytest.approx(1e-3)
 
 
-def gather(nbytes: int, kind: str = "all_gather", messages: int = 1, copied: int = 0) -> Transfer:
-    return Transfer(kind, "shard", nbytes, nbytes, messages, "unit", copied)
+def gather(nbytes: int, kind: str = "all_gather", messages: int = 1, copied: int = 0) -> Collective:
+    return Collective(kind, "shard", nbytes, nbytes, messages, "unit", copied)
 
 
 def test_a_ring_in_a_node() -> None:

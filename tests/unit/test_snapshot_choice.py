@@ -7,16 +7,16 @@ from itertools import combinations
 
 import pytest
 
-from fsdp2.checkpoint.memory.choice import Generation, PartName, choose
-from fsdp2.checkpoint.memory.neighbours import Place, neighbours
+from fsdp2.snapshots.choice import Generation, PartName, choose
+from fsdp2.snapshots.neighbours import SnapshotPlace, neighbours
 from harness import ours_only
 
 pytestmark = ours_only("snapshots in memory")
 
 
-def places(*ranks: int) -> list[Place]:
+def places(*ranks: int) -> list[SnapshotPlace]:
     """So many ranks on each host."""
-    return [Place(f"h{i}", f"f{i}") for i, num in enumerate(ranks) for _ in range(num)]
+    return [SnapshotPlace(f"h{i}", f"f{i}") for i, num in enumerate(ranks) for _ in range(num)]
 
 
 def generation(session: int, step: int, nonce: str = "00000000") -> Generation:
@@ -42,8 +42,8 @@ def test_copies_are_on_another_host_in_pairs(num_hosts: int) -> None:
 
 
 def test_one_host_with_two_folders_and_with_one() -> None:
-    assert neighbours([Place("h", "a"), Place("h", "b")]) == [1, 0]
-    assert neighbours([Place("h", "a"), Place("h", "a")]) == [None, None]
+    assert neighbours([SnapshotPlace("h", "a"), SnapshotPlace("h", "b")]) == [1, 0]
+    assert neighbours([SnapshotPlace("h", "a"), SnapshotPlace("h", "a")]) == [None, None]
 
 
 def test_names() -> None:

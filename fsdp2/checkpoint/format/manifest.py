@@ -28,7 +28,7 @@ INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """What one rank holds of a tensor, and whether it is the one that writes it.
 
     Attributes:

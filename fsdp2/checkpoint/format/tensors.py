@@ -12,7 +12,7 @@ from ...common.pinned import power_of_two
 from ...dtensor.parts import local_part
 from ..errors import CheckpointError
 from .header import MAX_DIMS, TensorInfo, header_length, parse_header
-from .manifest import Part
+from .manifest import TensorPart
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
@@ -74,7 +74,7 @@ class LocalBytes:
             # of the optimizer and of the copies above.
             torch.accelerator.synchronize()
 
-    def __call__(self, part: Part, start: int, stop: int) -> memoryview:
+    def __call__(self, part: TensorPart, start: int, stop: int) -> memoryview:
         key = (part.kind, part.tensor.name)
         memory = self._memory.get(key)
         if memory is not None:

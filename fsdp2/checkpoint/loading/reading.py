@@ -24,7 +24,7 @@ from ..errors import CorruptCheckpoint
 from ..format.manifest import BLOCK_BYTES, Chunk
 from ..format.tensors import DTYPES
 from .source import Extent, Source, Stored
-from .tasks import MAX_PENDING, NUM_THREADS, STAGE_BYTES, Stream, Task, in_threads
+from .tasks import MAX_PENDING, NUM_THREADS, STAGE_BYTES, ReadTask, Stream, in_threads
 
 PIECE_BLOCKS = STAGE_BYTES // BLOCK_BYTES  # read by one task
 DIRECT_RUN_BYTES = 32 << 10  # runs of at least this size are read straight into place
@@ -262,20 +262,20 @@ class _SmallTasks:
         self._smalls: list[_Small] = []
         self._num_bytes = 0
 
-    def add(self, small: _Small) -> Iterator[Task]:
+    def add(self, small: _Small) -> Iterator[ReadTask]:
         """Yields a task when there is enough for one."""
         self._smalls.append(small)
         self._num_bytes += small.chunk.nbytes
         if self._num_bytes >= STAGE_BYTES or len(self._smalls) == MAX_SMALL:
             yield from self.rest()
 
-    def rest(self) -> Iterator[Task]:
+    def rest(self) -> Iterator[ReadTask]:
         """Yields a task for what is left, if anything is."""
         smalls, num_bytes = self._smalls, self._num_bytes
         self._smalls, self._num_bytes = [], 0
         if smalls:
             place = smalls[0].chunk.file, smalls[0].start
-            yield Task(num_bytes, partial(_read_smalls, smalls), place)
+            yield ReadTask(num_bytes, partial(_read_smalls, smalls), place)
 
 
 def _read_smalls(smalls: Sequence[_Small], stream: Stream) -> None:
@@ -315,7 +315,7 @@ def verify_boxes(
     return total
 
 
-def _verifying_tasks(needed: Sequence[_Needed]) -> Iterator[Task]:
+def _verifying_tasks(needed: Sequence[_Needed]) -> Iterator[ReadTask]:
     small = _SmallTasks()
     for each in needed:
         if each.layout.is_small:
@@ -324,7 +324,7 @@ def _verifying_tasks(needed: Sequence[_Needed]) -> Iterator[Task]:
         yield from small.rest()
         for blocks in each.blocks():
             run = partial(_read_and_drop, blocks)
-            yield Task(blocks.stop - blocks.start, run, blocks.place)
+            yield ReadTask(blocks.stop - blocks.start, run, blocks.place)
     yield from small.rest()
 
 
@@ -357,7 +357,7 @@ def _check_covered(source: Source, target: Target, needed: Sequence[_Needed]) ->
         )
 
 
-def _filling_tasks(needed: Iterable[tuple[_Needed, Target]]) -> Iterator[Task]:
+def _filling_tasks(needed: Iterable[tuple[_Needed, Target]]) -> Iterator[ReadTask]:
     small = _SmallTasks()
     for each, target in needed:
         memory = memory_of(target.local) if target.takes_bytes else None
@@ -371,14 +371,16 @@ def _filling_tasks(needed: Iterable[tuple[_Needed, Target]]) -> Iterator[Task]:
     yield from small.rest()
 
 
-def _verified_tasks(needed: _Needed, target: Target, memory: memoryview | None) -> Iterator[Task]:
+def _verified_tasks(
+    needed: _Needed, target: Target, memory: memoryview | None
+) -> Iterator[ReadTask]:
     for blocks in needed.blocks():
         out = _place_of(blocks, memory) if memory is not None else None
         if out is not None:
-            yield Task(len(out), partial(_read_blocks, blocks, out), blocks.place)
+            yield ReadTask(len(out), partial(_read_blocks, blocks, out), blocks.place)
         else:
             run = partial(_read_and_copy, blocks, target)
-            yield Task(blocks.stop - blocks.start, run, blocks.place)
+            yield ReadTask(blocks.stop - blocks.start, run, blocks.place)
 
 
 def _place_of(blocks: _Blocks, memory: memoryview) -> memoryview | None:
@@ -418,7 +420,7 @@ def _narrow(tensor: Tensor, box: Box) -> Tensor:
 
 
 def _fill(
-    source: Source, targets: Sequence[Target], tasks: Iterable[Task], num_threads: int
+    source: Source, targets: Sequence[Target], tasks: Iterable[ReadTask], num_threads: int
 ) -> None:
     try:
         for _ in in_threads(source, tasks, num_threads):
@@ -471,7 +473,7 @@ class _PlainLayout:
 
 def _plain_tasks(
     target: Target, extent: Extent, layout_of: Callable[[Box, Box, int], _PlainLayout]
-) -> Iterator[Task]:
+) -> Iterator[ReadTask]:
     """The tasks that fill the part of ``target`` that is in ``extent``."""
     size = target.stored.info.itemsize
     layout = layout_of(extent.box, target.box, size)
@@ -485,12 +487,12 @@ def _plain_tasks(
                 out = memory[to + first : to + first + num]
                 start = extent.offset + from_ + first
                 run = partial(_read_straight, extent.file, out, start)
-                yield Task(num, run, (extent.file, start))
+                yield ReadTask(num, run, (extent.file, start))
         return
     for piece in layout.inside.pieces(max(1, STAGE_BYTES // size), extent.box.shape):
         start = extent.offset + offset(piece, extent.box.shape) * size
         run = partial(_read_staged, target, extent, piece)
-        yield Task(piece.numel * size, run, (extent.file, start))
+        yield ReadTask(piece.numel * size, run, (extent.file, start))
 
 
 def _read_straight(file: str, out: memoryview, start: int, stream: Stream) -> None:

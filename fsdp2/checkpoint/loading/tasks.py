@@ -88,7 +88,7 @@ class Stream:
         return self._buffer[:num_bytes]
 
 
-class Task(NamedTuple):
+class ReadTask(NamedTuple):
     """A task on a range of a file's bytes.
 
     Attributes:
@@ -100,7 +100,7 @@ class Task(NamedTuple):
     place: tuple[str, int] | None = None
 
 
-def in_threads(source: Source, tasks: Iterable[Task], num_threads: int) -> Iterator[int]:
+def in_threads(source: Source, tasks: Iterable[ReadTask], num_threads: int) -> Iterator[int]:
     """Run tasks, a stretch of consecutive ones per thread; yields the bytes of each finished task.
 
     Memory does not grow with the checkpoint. After an error, no further task starts.
@@ -136,7 +136,9 @@ def cores_of_rank() -> int:
     return num_cores() // max(1, num_ranks)
 
 
-def _while_cached(source: Source, tasks: Iterator[Task]) -> Generator[int, None, Iterator[Task]]:
+def _while_cached(
+    source: Source, tasks: Iterator[ReadTask]
+) -> Generator[int, None, Iterator[ReadTask]]:
     """Run tasks in this thread, up to the first that has to wait for the disk; returns the rest."""
     stream = Stream(source, shared=True)
     for task in tasks:
@@ -147,10 +149,10 @@ def _while_cached(source: Source, tasks: Iterator[Task]) -> Generator[int, None,
     return tasks
 
 
-def _stretches(tasks: Sequence[Task], num: int) -> list[list[Task]]:
+def _stretches(tasks: Sequence[ReadTask], num: int) -> list[list[ReadTask]]:
     """Cut into ``num`` stretches with about the same number of bytes."""
     total = max(1, sum(task.num_bytes for task in tasks))
-    parts: list[list[Task]] = [[] for _ in range(num)]
+    parts: list[list[ReadTask]] = [[] for _ in range(num)]
     before = 0
     for task in tasks:
         parts[min(num - 1, before * num // total)].append(task)
@@ -160,7 +162,7 @@ def _stretches(tasks: Sequence[Task], num: int) -> list[list[Task]]:
 
 def _run_stretch(
     source: Source,
-    stretch: Sequence[Task],
+    stretch: Sequence[ReadTask],
     done: SimpleQueue[int | BaseException],
     stop: threading.Event,
 ) -> None:

@@ -21,7 +21,7 @@ from ...dtensor.placement import Balance, Holding, box_of, holding, own_box, ran
 from ...dtensor.subclasses import is_subclass
 from ..errors import CheckpointError, some
 from ..format.inner import entries_of
-from ..format.manifest import Part
+from ..format.manifest import TensorPart
 from ..format.state_layout import layout_of
 from ..format.tensors import describe, local_of
 from ..format.values import encode
@@ -30,7 +30,7 @@ RankLocal = Callable[[str], bool]
 
 
 @dataclass
-class Entry:
+class CapturedTensor:
     """A tensor with a name in the checkpoint.
 
     Attributes:
@@ -56,7 +56,7 @@ class Captured:
         plans: what was worked out for ``parts``; shared by the captures that have the same ones.
     """
 
-    parts: list[Part] = field(default_factory=list)
+    parts: list[TensorPart] = field(default_factory=list)
     locals: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     own: dict[str, Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -125,7 +125,7 @@ def model_entries(
     ranks: tuple[int, ...],
     rank: int,
     rank_local: RankLocal | None = None,
-) -> list[Entry]:
+) -> list[CapturedTensor]:
     """Describe the tensors of a model as seen from ``rank``."""
     together = ranks_of_model(found.tensors.values(), ranks)
     held_part = Holdings(rank)
@@ -139,7 +139,9 @@ def model_entries(
         else:
             members = together
         held = held_part(tensor, name, members)
-        entries.append(Entry("model", name, tensor, held, name in found.buffers and not mine))
+        entries.append(
+            CapturedTensor("model", name, tensor, held, name in found.buffers and not mine)
+        )
     return entries
 
 
@@ -187,9 +189,9 @@ def optimizer_entries(
     holdings: dict[str, Holding],
     captured: Captured,
     rank: int,
-) -> list[Entry]:
+) -> list[CapturedTensor]:
     """Describe the state of optimizers; non-tensors and per-rank tensors go to ``captured``."""
-    entries: list[Entry] = []
+    entries: list[CapturedTensor] = []
     held_part = Holdings(rank)
     values = {}
     for optimizer in optimizers:
@@ -228,7 +230,7 @@ class _StateOf:
     name: str
     holding: Holding
     held_part: Holdings
-    entries: list[Entry]
+    entries: list[CapturedTensor]
     captured: Captured
     layouts: dict[str, Any] = field(default_factory=dict)
 
@@ -262,7 +264,7 @@ class _StateOf:
             self.captured.own[full_name] = value
             return
         held = self.held_part(value, full_name, self.holding.ranks)
-        self.entries.append(Entry("optim", full_name, value, held))
+        self.entries.append(CapturedTensor("optim", full_name, value, held))
         layout = layout_of(value, self.param)
         if layout is not None:
             self.layouts[key] = layout
@@ -342,7 +344,7 @@ def own_part_of(tensor: Tensor, name: str) -> Box:
         raise CheckpointError(str(error)) from error
 
 
-def add_parts(captured: Captured, entries: Sequence[Entry], rank: int) -> None:
+def add_parts(captured: Captured, entries: Sequence[CapturedTensor], rank: int) -> None:
     """Decide who writes which entry, and add the parts and tensors of this rank."""
     balance = Balance()
     typical: dict[int, Box] = {}  # of the holding with this id: it says how tensors are laid out
@@ -361,17 +363,17 @@ def add_parts(captured: Captured, entries: Sequence[Entry], rank: int) -> None:
             captured.own[entry.name] = entry.tensor
         if id(held) not in typical:
             typical[id(held)] = _typical(entry.tensor, held)
-        part = Part(entry.kind, info, held.box, typical[id(held)], held.ranks, writes)
+        part = TensorPart(entry.kind, info, held.box, typical[id(held)], held.ranks, writes)
         captured.parts.append(part)
         if writes:
             captured.locals[entry.kind, entry.name] = entry.tensor
 
 
-def _add_inner(captured: Captured, entry: Entry, rank: int) -> None:
+def _add_inner(captured: Captured, entry: CapturedTensor, rank: int) -> None:
     """Add the inner tensors of a tensor subclass, which only this rank writes."""
     for name, inner in entries_of(entry.name, entry.tensor, entry.holding.box).items():
         info, box = describe(name, inner), Box.whole(tuple(inner.shape))
-        captured.parts.append(Part(entry.kind, info, box, box, (rank,), True))
+        captured.parts.append(TensorPart(entry.kind, info, box, box, (rank,), True))
         captured.locals[entry.kind, name] = inner
 
 
@@ -428,7 +430,7 @@ def encoded_extra(found: ModelTensors) -> dict[str, Any]:
     return {name: encode(value, name) for name, value in found.extra.items()}
 
 
-def _refuse_double_names(entries: Sequence[Entry]) -> None:
+def _refuse_double_names(entries: Sequence[CapturedTensor]) -> None:
     count = Counter((entry.kind, entry.name) for entry in entries)
     double = [name for (_, name), num in count.items() if num > 1]
     if double:

@@ -35,7 +35,7 @@ LAYOUTS = ("auto", "shared", "per-rank")
 
 
 @dataclass(frozen=True)
-class Options:
+class SaveOptions:
     """Settings for writing checkpoints.
 
     Attributes:
@@ -72,7 +72,7 @@ class SaveJob:
         rank: int,
         ranks: tuple[int, ...],
         captured: Captured,
-        options: Options,
+        options: SaveOptions,
         disk: Disk | None = None,
     ) -> None:
         self.captured = captured

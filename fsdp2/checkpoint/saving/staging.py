@@ -29,14 +29,14 @@ from ...common.memory import memory_of
 from ...common.pinned import PinnedBytes
 from ...dtensor.subclasses import is_subclass
 from ..errors import CheckpointError
-from ..format.manifest import Part
+from ..format.manifest import TensorPart
 from .capture import Captured
 
 ALIGN_BYTES = 64
 MAX_GAP_BYTES = 4096  # between tensors that one call copies, together with what lies between them
 OWN = "own"  # the kind of `Captured.own`
 Key = tuple[str, str]
-Read = Callable[[Part, int, int], memoryview]
+Read = Callable[[TensorPart, int, int], memoryview]
 Staged = Callable[[], Read]
 
 
@@ -94,7 +94,7 @@ class Staging:
             found = [memory_of(piece) for piece in area.bytes.pieces(first + start, first + stop)]
             return found[0] if len(found) == 1 else memoryview(b"".join(found))
 
-        def read(part: Part, start: int, stop: int) -> memoryview:
+        def read(part: TensorPart, start: int, stop: int) -> memoryview:
             return bytes_at((part.kind, part.tensor.name), start, stop)
 
         def staged() -> Read:

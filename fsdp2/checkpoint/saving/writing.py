@@ -19,7 +19,7 @@ from ...dtensor.boxes import Box, run_numel, run_offsets
 from ..format.checksum import crc32
 from ..format.disk import Disk
 from ..format.header import FilePlan, TensorInfo, plan_file, plan_files
-from ..format.manifest import BLOCK_BYTES, Chunk, Part, SetOfFiles
+from ..format.manifest import BLOCK_BYTES, Chunk, SetOfFiles, TensorPart
 
 PIECE_BYTES = 4 * BLOCK_BYTES  # per task: still in cache when it is written after its checksum
 SYNC_BYTES = 64 << 20  # the disk is told to start after every so many bytes
@@ -32,7 +32,7 @@ MAX_FILE_BYTES = 5_000_000_000
 class PlannedChunk:
     """Bytes to write: a box of a tensor, and where the tensor (or the box alone) is in a file."""
 
-    part: Part
+    part: TensorPart
     file: str
     offset: int
     whole: bool  # the file holds the whole tensor; otherwise this box alone
@@ -61,7 +61,7 @@ class SavePlan:
 
 
 def plan_save(
-    parts: Sequence[Part],
+    parts: Sequence[TensorPart],
     rank: int,
     ranks: tuple[int, ...],
     *,
@@ -103,7 +103,7 @@ def plan_save(
     return SavePlan(tuple(sets), tuple(chunks))
 
 
-def _suits_shared_files(parts: Sequence[Part]) -> bool:
+def _suits_shared_files(parts: Sequence[TensorPart]) -> bool:
     """Whether a rank's parts are few, or large, contiguous ranges of whole tensors.
 
     Small ranges are slow in shared files (on ext4, pieces of 4 KiB reach a fifth of full speed).
@@ -118,7 +118,10 @@ def _suits_shared_files(parts: Sequence[Part]) -> bool:
 
 
 def _shared_files(
-    parts: Sequence[Part], members: tuple[int, ...], ranks: tuple[int, ...], max_file_bytes: int
+    parts: Sequence[TensorPart],
+    members: tuple[int, ...],
+    ranks: tuple[int, ...],
+    max_file_bytes: int,
 ) -> dict[str, FilePlan]:
     """Files of whole tensors, named as Hugging Face names them."""
     tag = ""
@@ -136,7 +139,9 @@ def _shared_files(
     return files
 
 
-def _files_of_rank(parts: Sequence[Part], rank: int, ranks: tuple[int, ...]) -> dict[str, FilePlan]:
+def _files_of_rank(
+    parts: Sequence[TensorPart], rank: int, ranks: tuple[int, ...]
+) -> dict[str, FilePlan]:
     """Files of this rank's own, with the boxes that it writes."""
     files = {}
     for kind in ("model", "optim"):
@@ -160,7 +165,7 @@ def _digest(files: dict[str, FilePlan]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def _digest_of_tensors(parts: Sequence[Part]) -> str:
+def _digest_of_tensors(parts: Sequence[TensorPart]) -> str:
     content = [[p.kind, p.tensor.name, p.tensor.dtype, p.tensor.shape] for p in parts]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -204,7 +209,7 @@ class Writer:
         self,
         disk: Disk,
         plan: SavePlan,
-        read: Callable[[Part, int, int], memoryview],
+        read: Callable[[TensorPart, int, int], memoryview],
         progress: Progress,
         *,
         num_threads: int = 2,

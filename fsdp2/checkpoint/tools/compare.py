@@ -36,7 +36,7 @@ class Difference:
 
 
 @dataclass
-class Comparison:
+class CheckpointComparison:
     """What `compare` found.
 
     Attributes:
@@ -71,7 +71,7 @@ def compare(
     atol: float = 0.0,
     rtol: float = 0.0,
     on_bytes: OnBytes = None,
-) -> Comparison:
+) -> CheckpointComparison:
     """Compare names, dtypes, shapes and values. NaNs are equal if their bits are.
 
     A tied tensor is compared once, whichever of its names each checkpoint keeps it by. Optimizer
@@ -86,7 +86,7 @@ def compare(
         CorruptCheckpoint: if a file is truncated meanwhile.
     """
     pairs, only_a, only_b = _match(a, b)
-    result = Comparison(only_a, only_b, optimizer=_optimizer(a, b))
+    result = CheckpointComparison(only_a, only_b, optimizer=_optimizer(a, b))
     for name, x, y in pairs:
         shown_a, shown_b = _shown(x.info), _shown(y.info)
         if x.info.shape != y.info.shape:

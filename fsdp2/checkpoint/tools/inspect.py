@@ -112,7 +112,7 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor, and the files that hold its parts."""
 
     name: str
@@ -191,14 +191,14 @@ def describe(source: Source, steps: list[int] | None = None) -> Summary:
     return summary
 
 
-def entries(source: Source) -> list[Entry]:
+def entries(source: Source) -> list[TensorEntry]:
     """Every tensor, of the model first, by name."""
     found = []
     for table in (source.tensors, source.optimizer):
         for name, stored in sorted(table.items()):
             info = stored.info
             files = sorted({extent.file for extent in stored.extents})
-            found.append(Entry(name, info.dtype, info.shape, info.nbytes, files))
+            found.append(TensorEntry(name, info.dtype, info.shape, info.nbytes, files))
     return found
 
 

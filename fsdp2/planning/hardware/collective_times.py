@@ -55,7 +55,7 @@ class _Unit(nn.Module):
         return _Gradients.apply(self.ready, *self.weights)
 
 
-class Unit:
+class TimedUnit:
     """One unit of ``nbytes`` in float32, sharded or replicated over ``mesh``."""
 
     def __init__(self, mesh: DeviceMesh, nbytes: int, num_params: int = 1, *, sharded: bool = True):
@@ -155,8 +155,8 @@ def collective_tables(
 
 def _alone(mesh: DeviceMesh, nbytes: int, num_params: int) -> tuple[float, float, float]:
     """Seconds of a gather, a reduce-scatter and an all-reduce of a unit."""
-    sharded = Unit(mesh, nbytes, num_params).times()
-    return (*sharded, Unit(mesh, nbytes, num_params, sharded=False).times()[1])
+    sharded = TimedUnit(mesh, nbytes, num_params).times()
+    return (*sharded, TimedUnit(mesh, nbytes, num_params, sharded=False).times()[1])
 
 
 def _in_steps(

@@ -21,8 +21,8 @@ from ...transports.compressed.transports import CompressedTransport
 from ...transports.host.exchange import EXCHANGE_MAX_RANKS, Exchange
 from ...transports.host.sums import BLOCK_NUMEL, cut_length
 from ...transports.host.topology import Places, Sent
-from ..trace.account import Account, Held
-from .device import ReplayState, Transfer
+from ..trace.account import Account, HeldBytes
+from .device import Collective, ReplayState
 
 
 class CountedGather:
@@ -96,7 +96,7 @@ class _CountingExchange(Exchange):
         copied = _copied(plan, grads, wire, wide)
         self._note_reduce(nbytes, sent, bucket, plan, copied)
         part, total = sizes[bucket.rank], sums[bucket.rank]
-        held.append(Held(account, "communication buffers", places.received(part, total)))
+        held.append(HeldBytes(account, "communication buffers", places.received(part, total)))
         return self._add_up(len(places.members) * max(blocks) + places.added_up(total), held)
 
     def _add_up(self, made: int, held: list[Any]) -> Finish:
@@ -126,7 +126,7 @@ class _CountingExchange(Exchange):
             part = nbytes // self.size
             received = places.received(part, part)
             made = len(places.members) * block + places.added_up(part)
-        buffers = Held(self.replay.account, "communication buffers", received)
+        buffers = HeldBytes(self.replay.account, "communication buffers", received)
         return self._add_up(made, [buffers])
 
     def _note_gather(self, nbytes: int, sent: int | Sent, *plans: Any) -> None:
@@ -154,7 +154,7 @@ class _CountingExchange(Exchange):
     ) -> None:
         total, between = (sent.total, sent.between) if isinstance(sent, Sent) else (sent, None)
         facts["between"] = between
-        self.replay.transfer(Transfer(kind, group, nbytes, total, *rest, **facts))
+        self.replay.transfer(Collective(kind, group, nbytes, total, *rest, **facts))
 
 
 class _CountingCollectives(_CountingExchange):
@@ -202,10 +202,10 @@ def _padded(layout: BucketLayout) -> int:
     return sum(layout.slots[i].shard_numel for i in layout.direct) + layout.pack_numel
 
 
-def _cast(account: Account, grad: Any, dtype: torch.dtype) -> Held | None:
+def _cast(account: Account, grad: Any, dtype: torch.dtype) -> HeldBytes | None:
     if grad.dtype == dtype:
         return None
-    return Held(account, "communication buffers", grad.numel * dtype.itemsize)
+    return HeldBytes(account, "communication buffers", grad.numel * dtype.itemsize)
 
 
 def _copied(
@@ -219,13 +219,13 @@ def _copied(
 
 def _stage(
     account: Account, bucket: Bucket, plan: ReducePlan, grads: Any, dtype: torch.dtype
-) -> Held | None:
+) -> HeldBytes | None:
     """The buffer that small gradients are copied into; also counts temporary memory."""
     if not plan.copied_in:
         return None
     layout = bucket.layout
     numel = layout.num_shards * (layout.shard_numel - plan.stage_offset)
-    held = Held(account, "communication buffers", numel * dtype.itemsize)
+    held = HeldBytes(account, "communication buffers", numel * dtype.itemsize)
     moment = layout.num_shards * layout.filler_numel
     for i in plan.copied_in:
         slot = layout.slots[i]
@@ -266,7 +266,7 @@ class CountingPolicy(CompressedTransport):
         self.group = base.group
         self.stream_ordered = base.stream_ordered
         self.coalesces = policy.gather is None and base.coalesces
-        self._fed_back: dict[Any, Held] = {}
+        self._fed_back: dict[Any, HeldBytes] = {}
 
     @override
     def all_gather(self, plan: Any, tag: int) -> Finish:
@@ -336,15 +336,15 @@ class CountingPolicy(CompressedTransport):
         self._transfer("all_gather", name, size, row.nbytes, unit, copied)
         return ended(held.clear, stream_ordered=self.stream_ordered)
 
-    def _held(self, nbytes: int) -> Held:
-        return Held(self.replay.account, BUFFERS, nbytes)
+    def _held(self, nbytes: int) -> HeldBytes:
+        return HeldBytes(self.replay.account, BUFFERS, nbytes)
 
     def _feed_back(self, bucket: Any, cut: Cut, hop: str, rows: int, *, of: int = 1) -> None:
         """Count residuals of ``rows`` rows, each of the ``of``-th of every part."""
         for key, (_, numel) in zip(cut.keys(0, hop), cut.spans, strict=True):
             if self.policy.error_feedback and (bucket, key) not in self._fed_back:
                 nbytes = rows * -(-numel // of) * FLOAT32
-                held = Held(self.replay.account, "error feedback", nbytes)
+                held = HeldBytes(self.replay.account, "error feedback", nbytes)
                 self._fed_back[bucket, key] = held
 
     def _transfer(
@@ -354,4 +354,4 @@ class CountingPolicy(CompressedTransport):
         sent, between = (size - 1) * nbytes, None
         if kind == "all_gather" and self.base.exchanges:
             between = self.replay.topology.ring(group, size).places(0).gather(nbytes).between
-        self.replay.transfer(Transfer(kind, group, size * nbytes, sent, 1, unit, copied, between))
+        self.replay.transfer(Collective(kind, group, size * nbytes, sent, 1, unit, copied, between))

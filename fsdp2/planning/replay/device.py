@@ -1,7 +1,7 @@
 """A device that only records what is put on its streams, and the dependencies.
 
 `LaunchDevice` implements what `DeviceStreams` uses of ``torch.cuda``. The result is a graph of
-`Launch` objects, to which the planner assigns times.
+`StreamLaunch` objects, to which the planner assigns times.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BESIDE = {"tensor": "tensor parallel", "context": "context parallel"}
 
 
 @dataclass(frozen=True)
-class Transfer:
+class Collective:
     """One call of a collective.
 
     Attributes:
@@ -64,7 +64,7 @@ class Copy:
 
 
 @dataclass(frozen=True, eq=False)
-class Launch:
+class StreamLaunch:
     """Work on a stream.
 
     Attributes:
@@ -75,7 +75,7 @@ class Launch:
 
     number: int
     stream: str
-    work: Compute | Transfer | Copy
+    work: Compute | Collective | Copy
     after: tuple[int, ...]
     unit: str = ""
     phase: str = ""
@@ -83,7 +83,7 @@ class Launch:
     @property
     def lane(self) -> str:
         """Its stream or, where all is on one in the order of the host, that of a GPU."""
-        if self.stream != "compute" or not isinstance(self.work, Transfer):
+        if self.stream != "compute" or not isinstance(self.work, Collective):
             return self.stream
         if self.work.kind == "all_to_all":  # a reduction in fewer bytes
             return "reduce-scatter"
@@ -146,7 +146,7 @@ class LaunchDevice:
     """
 
     def __init__(self) -> None:
-        self.launches: list[Launch] = []
+        self.launches: list[StreamLaunch] = []
         self.phase = ""
         self._names = iter(("all-gather", "reduce-scatter", "all-reduce"))
         self._beside: dict[str, LaunchStream] = {}
@@ -154,16 +154,16 @@ class LaunchDevice:
         self.streams = [self.compute]
         self._current = self.compute
 
-    def launch(self, work: Compute | Transfer | Copy, unit: str = "") -> None:
+    def launch(self, work: Compute | Collective | Copy, unit: str = "") -> None:
         """Put something on the current stream."""
         stream = self._current
         number = len(self.launches)
         after = tuple(sorted(stream.waits))
-        self.launches.append(Launch(number, stream.name, work, after, unit, self.phase))
+        self.launches.append(StreamLaunch(number, stream.name, work, after, unit, self.phase))
         stream.last = number
         stream.waits = set()
 
-    def exchange(self, work: Transfer, unit: str = "") -> LaunchEvent:
+    def exchange(self, work: Collective, unit: str = "") -> LaunchEvent:
         """Put a collective beside compute that begins after it; returns its end."""
         stream = self.beside_compute(_BESIDE.get(work.group, "all-to-all"))
         with self.stream(stream):
@@ -213,18 +213,18 @@ class ReplayState:
         self.account = account
         self.device = device
         self.topology = topology
-        self.transfers: list[Transfer] = []
+        self.transfers: list[Collective] = []
         self.inside = ""
         self._copies: dict[int, LaunchEvent] = {}  # of activations: their ends
         self._exchanges: dict[int, LaunchEvent] = {}  # the same of collectives of the model
 
-    def transfer(self, transfer: Transfer) -> None:
+    def transfer(self, transfer: Collective) -> None:
         self.transfers.append(transfer)
         if self.device is not None:
             self.device.launch(transfer, transfer.unit)
             self.account.clock = len(self.device.launches)
 
-    def exchange(self, transfer: Transfer, number: int | None = None) -> None:
+    def exchange(self, transfer: Collective, number: int | None = None) -> None:
         """Record a collective that compute waits for at once, or at the end of this ``number``."""
         self.transfers.append(transfer)
         if self.device is None:

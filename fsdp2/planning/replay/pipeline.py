@@ -16,7 +16,7 @@ from ...features.deferred_weight_grads import DeferredWeightGrads
 from ...features.finalization import Finalization
 from ...runtime.states import RESHARDED
 from ...runtime.unit import Forward
-from ..trace.account import Account, Held
+from ..trace.account import Account, HeldBytes
 from ..trace.allocator import Block
 from ..trace.events import Event, StartOfBackward, StartOfWeights, StepTrace
 from ..trace.optimizers import PlacedOptimizer
@@ -26,7 +26,7 @@ from .setups import Setup
 from .stand_ins import CountedUnit
 
 
-class Part(NamedTuple):
+class RankStage(NamedTuple):
     """A stage of a rank.
 
     Attributes:
@@ -42,7 +42,7 @@ class Part(NamedTuple):
 
 
 def replay_rank(
-    parts: Sequence[Part],
+    parts: Sequence[RankStage],
     actions: Sequence[Action],
     *,
     optimizer: PlacedOptimizer,
@@ -123,8 +123,8 @@ class _Sends:
         self._account = account
         self._players = players
         self._late, self._looped = late, looped
-        self._outputs: dict[tuple[int, int], Held] = {}
-        self._others: list[Held] = []
+        self._outputs: dict[tuple[int, int], HeldBytes] = {}
+        self._others: list[HeldBytes] = []
 
     def before(self, action: Action, last: Action | None) -> None:
         """An action begins."""
@@ -142,9 +142,9 @@ class _Sends:
         if not nbytes or action.part == "weight" or there in self._players:
             return
         if self._looped and action.is_forward:
-            self._outputs[key] = Held(self._account, "activations", nbytes)
+            self._outputs[key] = HeldBytes(self._account, "activations", nbytes)
         elif self._late or self._looped:
-            self._others.append(Held(self._account, "activations", nbytes))
+            self._others.append(HeldBytes(self._account, "activations", nbytes))
 
     def clear(self) -> None:
         """All has been sent."""

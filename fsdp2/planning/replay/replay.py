@@ -38,7 +38,7 @@ from ..trace.optimizers import (
     paged_state,
     param_costs,
 )
-from .device import Launch, LaunchDevice, ReplayState, Transfer
+from .device import Collective, LaunchDevice, ReplayState, StreamLaunch
 from .schedules import Action
 from .setups import Setup, shard_shape
 from .stand_ins import CountedBucket, CountedEarlyFree, CountedUnit
@@ -61,8 +61,8 @@ class Replay:
 
     setup: Setup
     account: Account
-    transfers: list[Transfer]
-    launches: list[Launch]
+    transfers: list[Collective]
+    launches: list[StreamLaunch]
     units: list[CountedUnit]
     optimizer: PlacedOptimizer
     flops: int
@@ -398,7 +398,7 @@ class Player:
                 self._call(event)
             elif isinstance(event, events.Gradient):
                 self._gradient(event)
-            elif isinstance(event, events.Exchange):
+            elif isinstance(event, events.ModelExchange):
                 self._exchange(event)
             elif isinstance(event, events.ExchangeEnd):
                 self.replay.end_exchange(event)
@@ -430,13 +430,13 @@ class Player:
                     blocks[number] = allocate(nbytes, stream)
         account.add("activations", event.net)
 
-    def _exchange(self, event: events.Exchange) -> None:
+    def _exchange(self, event: events.ModelExchange) -> None:
         sent = event.nbytes * (event.ranks - 1) // event.ranks
         if event.kind == "all_reduce":
             sent *= 2
         elif event.kind == "send":
             sent = event.nbytes
-        work = Transfer(event.kind, event.group, event.nbytes, sent, 1, self.replay.inside)
+        work = Collective(event.kind, event.group, event.nbytes, sent, 1, self.replay.inside)
         self.replay.exchange(work, event.number)
 
     def _call(self, event: events.Call) -> None:
@@ -444,13 +444,13 @@ class Player:
         if unit is None:
             return
         self._enter_or_leave(unit, event.kind)
-        if event.kind is events.Kind.ENTER:
+        if event.kind is events.CallKind.ENTER:
             unit.watching = not event.flag
             self.runtime.pre_forward(unit)
-        elif event.kind is events.Kind.LEAVE:
+        elif event.kind is events.CallKind.LEAVE:
             forward = self._ended(unit) if event.flag else None
             self.runtime.post_forward(unit, differentiable=event.flag, forward=forward)
-        elif event.kind is events.Kind.BACKWARD_ENTER:
+        elif event.kind is events.CallKind.BACKWARD_ENTER:
             if not unit.backward_began:
                 unit.num_accumulated = 0
             self.runtime.pre_backward(unit, self._reached(unit), accumulates=self._accumulates())
@@ -469,16 +469,16 @@ class Player:
         """The forward that backward has come to; None: the last one."""
         return None
 
-    def _enter_or_leave(self, unit: CountedUnit, kind: events.Kind) -> None:
+    def _enter_or_leave(self, unit: CountedUnit, kind: events.CallKind) -> None:
         """Note which unit computes: the innermost one that was entered and not left.
 
         As `profiling.events.exclusive` decides it for a run: backward may report a unit before the
         one that encloses it, and leaves one whose inputs need no gradient only at the end.
         """
-        if kind in (events.Kind.ENTER, events.Kind.BACKWARD_ENTER):
-            self._open.append((unit, kind is events.Kind.BACKWARD_ENTER))
+        if kind in (events.CallKind.ENTER, events.CallKind.BACKWARD_ENTER):
+            self._open.append((unit, kind is events.CallKind.BACKWARD_ENTER))
             self._open.sort(key=lambda each: len(each[0].enclosing))  # stable
-        elif (entered := (unit, kind is events.Kind.BACKWARD_LEAVE)) in self._open:
+        elif (entered := (unit, kind is events.CallKind.BACKWARD_LEAVE)) in self._open:
             del self._open[len(self._open) - 1 - self._open[::-1].index(entered)]
         self.replay.inside = self._open[-1][0].name if self._open else ""
 

@@ -2,7 +2,7 @@
 
 All decisions (when to gather and free, what is written in place, what is held and for how long) are
 inherited; only code that touches memory is replaced. When the real code drops a reference to a
-tensor, a `Held` dies here, at the same line.
+tensor, a `HeldBytes` dies here, at the same line.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from ...sharding.layout import BucketLayout
 from ...sharding.mesh import DataParallelMesh
 from ...sharding.param import ShardedParam
 from ...transports.compressed.quantize import gather_row
-from ..trace.account import Held
+from ..trace.account import HeldBytes
 from ..trace.allocator import Block
 from ..trace.events import ParamInfo
 from .counted_transports import (
+    BUFFERS,
     CountedGather,
     CountedGatherBatch,
     CountingPolicy,
@@ -47,7 +48,7 @@ _EMBEDDING = nn.Embedding.__new__(nn.Embedding)
 _OTHER = nn.Module()
 
 
-class CountedGradient(Held):
+class CountedGradient(HeldBytes):
     """A gradient that is not reduced yet."""
 
     requires_grad = False  # as without create_graph
@@ -138,7 +139,7 @@ class _GradientStore:
         self._world = replay
         self._nbytes = bucket.layout.shard_numel * bucket.grad_dtype.itemsize
         self._on_host = bucket.shard_device != bucket.device
-        self._held: Held | None = None
+        self._held: HeldBytes | None = None
         self.dtensors = [object()] * len(bucket.params)
         self.flat = None
 
@@ -155,7 +156,7 @@ class _GradientStore:
         account = self._world.account
         if self._on_host:
             account.host["gradients"] = account.host.get("gradients", 0) + self._nbytes
-        self._held = Held(account, "gradients", 0 if self._on_host else self._nbytes)
+        self._held = HeldBytes(account, "gradients", 0 if self._on_host else self._nbytes)
 
     def free(self) -> None:
         # As `GradientStore.free`.
@@ -189,8 +190,8 @@ class CountedBucket(Bucket):
         self.secondary = None
         self._pieces: list[int] = []
         self._starts: list[int] = []
-        self.held: list[Held | None] = []
-        self._offload_held: Held | None = None
+        self.held: list[HeldBytes | None] = []
+        self._offload_held: HeldBytes | None = None
         if not self.aliases_shards:
             layout, bounds = self._plan_gathered(secondary_size, split)
             size = self.gather_dtype.itemsize
@@ -214,7 +215,7 @@ class CountedBucket(Bucket):
     def allocate(self) -> None:
         for i, nbytes in enumerate(self._pieces):
             if self.held[i] is None:
-                self.held[i] = Held(self.replay.account, "gathered parameters", nbytes)
+                self.held[i] = HeldBytes(self.replay.account, "gathered parameters", nbytes)
 
     @override
     def free(self) -> None:
@@ -228,7 +229,7 @@ class CountedBucket(Bucket):
 
     @override
     def fill_own_slices(self) -> None:
-        self._offload_held = Held(self.replay.account, "communication buffers", self.shard_bytes)
+        self._offload_held = HeldBytes(self.replay.account, BUFFERS, self.shard_bytes)
         self.replay.copy("to device", self.shard_bytes, self.unit_name)
 
     @override
@@ -243,7 +244,7 @@ class CountedBucket(Bucket):
     def new_partial(self, dtype: torch.dtype) -> Any:
         nbytes = self.layout.shard_numel * dtype.itemsize
         self.replay.kernel(nbytes, dtype)  # of zeros
-        return Held(self.replay.account, "gradients", nbytes)
+        return HeldBytes(self.replay.account, "gradients", nbytes)
 
     @override
     def gradient_store(self, detached: Any) -> Any:
@@ -283,14 +284,14 @@ class _Secondary:
         self.plan = CountedGather(bucket, layout, bucket.rank % layout.num_shards)
         self.nbytes = layout.shard_numel * bucket.gather_dtype.itemsize
         self._bucket = bucket
-        self._held: Held | None = None
+        self._held: HeldBytes | None = None
 
     @property
     def saved(self) -> bool:
         return self._held is not None
 
     def save(self) -> None:
-        self._held = Held(self._bucket.replay.account, "secondary shards", self.nbytes)
+        self._held = HeldBytes(self._bucket.replay.account, "secondary shards", self.nbytes)
 
     def free(self) -> None:
         self._held = None
@@ -321,7 +322,7 @@ class CountedReduction(Reduction):
         if not self.in_place:
             nbytes = self.bucket.layout.shard_numel * self.dtype.itemsize
             account = self.bucket.replay.account
-            self.flat = Held(account, "communication buffers", nbytes)  # type: ignore[assignment]
+            self.flat = HeldBytes(account, BUFFERS, nbytes)  # type: ignore[assignment]
 
     @override
     def _copy_to_output(self) -> None:

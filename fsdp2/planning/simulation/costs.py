@@ -20,7 +20,7 @@ from ..hardware.hardware import (
     Hardware,
 )
 from ..hardware.hardware import HOST as HOST_PART
-from ..replay.device import Copy, Transfer
+from ..replay.device import Collective, Copy
 from ..trace.events import Compute, Operation
 
 NODE, NETWORK, HOST = "node", "network", "host"  # links
@@ -169,7 +169,7 @@ def link_of(ring: Ring, hardware: Hardware) -> tuple[str, float]:
     return NETWORK, network
 
 
-def transfer_cost(transfer: Transfer, ring: Ring, hardware: Hardware) -> Cost:
+def transfer_cost(transfer: Collective, ring: Ring, hardware: Hardware) -> Cost:
     """A collective as a ring: n-1 steps, of which (number of nodes - 1) go over the network.
 
     Every rank passes on (n-1)/n of the whole; an all-reduce does that twice. The messages of a call
@@ -207,7 +207,7 @@ def transfer_cost(transfer: Transfer, ring: Ring, hardware: Hardware) -> Cost:
     return Cost(fixed_s, moved / bandwidth, link, occupies=True)
 
 
-def _measured_transfer(transfer: Transfer, ring: Ring, hardware: Hardware) -> Cost | None:
+def _measured_transfer(transfer: Collective, ring: Ring, hardware: Hardware) -> Cost | None:
     """By the table of its group; what it takes beyond the least is shared with others.
 
     The times are those of the library's calls, with copies of what is packed.
@@ -228,7 +228,7 @@ def _measured_transfer(transfer: Transfer, ring: Ring, hardware: Hardware) -> Co
     return Cost(latency, rest * (whole - points[0][1]), link, occupies=True)
 
 
-def _all_to_all_cost(transfer: Transfer, ring: Ring, hardware: Hardware) -> Cost:
+def _all_to_all_cost(transfer: Collective, ring: Ring, hardware: Hardware) -> Cost:
     """Every rank sends to every other one, all at once: not in a ring.
 
     So all ranks of a node send over its network, and the slower of that and of the links in

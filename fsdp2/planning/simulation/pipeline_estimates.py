@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from ..replay.pipeline import Part
+from ..replay.pipeline import RankStage
 from ..replay.schedules import LOOPED, Action, order_of
 from ..trace.events import Compute, StartOfBackward
 from .costs import stragglers_s
@@ -93,7 +93,7 @@ class PipelineEstimate(NamedTuple):
 
 
 def stages_alone(
-    simulator: Simulator, parts: Sequence[Part], schedule: str, speed: float = 1.0
+    simulator: Simulator, parts: Sequence[RankStage], schedule: str, speed: float = 1.0
 ) -> list[StageAlone]:
     """What each of these stages takes and needs alone; those that are alike are simulated once."""
     made: dict[int, StageAlone] = {}
@@ -103,7 +103,7 @@ def stages_alone(
     return [made[id(part.trace)] for part in parts]
 
 
-def stage_alone(simulator: Simulator, part: Part, schedule: str, speed: float) -> StageAlone:
+def stage_alone(simulator: Simulator, part: RankStage, schedule: str, speed: float) -> StageAlone:
     """Simulate a stage with a few micro-batches."""
     looped = schedule in LOOPED
     durations, end_s, step = _run(simulator, part, _WHOLE, speed, looped=looped)
@@ -136,7 +136,7 @@ def stage_alone(simulator: Simulator, part: Part, schedule: str, speed: float) -
 
 
 def _run(
-    simulator: Simulator, part: Part, order: str, speed: float, *, looped: bool
+    simulator: Simulator, part: RankStage, order: str, speed: float, *, looped: bool
 ) -> tuple[dict[tuple[str, str], Duration], float, SimulatedStep]:
     """The durations of actions in this order, the seconds of the reductions, and the step.
 
@@ -178,7 +178,7 @@ def _contexts(actions: Sequence[Action]) -> list[tuple[str, str]]:
     return found
 
 
-def _kept(part: Part) -> int:
+def _kept(part: RankStage) -> int:
     """The bytes of activations that a forward leaves for its backward."""
     kept = 0
     for event in part.trace.events:
@@ -190,7 +190,7 @@ def _kept(part: Part) -> int:
 
 
 def estimate_pipeline(
-    simulator: Simulator, parts: Sequence[Part], schedule: str, stages: Sequence[StageAlone]
+    simulator: Simulator, parts: Sequence[RankStage], schedule: str, stages: Sequence[StageAlone]
 ) -> PipelineEstimate:
     """The time of a step, and the bytes that the fullest rank needs; ``stages`` are those of
     ``parts``."""

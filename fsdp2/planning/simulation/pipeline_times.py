@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..replay.pipeline import Part
+from ..replay.pipeline import RankStage
 from ..replay.replay import Replay
 from ..replay.schedules import Action, order_of, rank_of_stage
 from .schedule import Span
@@ -113,7 +113,7 @@ def _send_s(action: Action, sends: Sequence[tuple[float, float]], num_stages: in
 
 
 def replay_pipeline(
-    simulator: Simulator, parts: Sequence[Part], schedule: str, **options: bool
+    simulator: Simulator, parts: Sequence[RankStage], schedule: str, **options: bool
 ) -> list[Replay]:
     """The replays of all ranks of a pipeline, which do not depend on speeds.
 
@@ -132,7 +132,7 @@ def replay_pipeline(
     return found
 
 
-def stages_of(parts: Sequence[Part], schedule: str, rank: int) -> list[Part]:
+def stages_of(parts: Sequence[RankStage], schedule: str, rank: int) -> list[RankStage]:
     """Of all stages those of a rank of the pipeline; without one, all of the model."""
     ranks = parts[0].setup.workload.pipeline_ranks
     if ranks == 1:
@@ -142,7 +142,7 @@ def stages_of(parts: Sequence[Part], schedule: str, rank: int) -> list[Part]:
 
 def simulate_pipeline(
     simulator: Simulator,
-    parts: Sequence[Part],
+    parts: Sequence[RankStage],
     schedule: str,
     replays: Sequence[Replay],
     *,
@@ -175,7 +175,7 @@ def simulate_pipeline(
 
 
 def sends_of(
-    simulator: Simulator, parts: Sequence[Part], schedule: str
+    simulator: Simulator, parts: Sequence[RankStage], schedule: str
 ) -> list[tuple[float, float]]:
     """Of each stage, the seconds in which it sends its output, and what it returns; 0 to a stage of
     the same rank."""

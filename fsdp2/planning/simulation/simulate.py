@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from ...common.garbage import one_collection
 from ...policy import CPUOffloadPolicy
 from ..hardware.hardware import HOST, OPTIMIZER, Hardware
-from ..replay.device import Copy, Launch, Transfer
-from ..replay.pipeline import Action, Part, replay_rank
+from ..replay.device import Collective, Copy, StreamLaunch
+from ..replay.pipeline import Action, RankStage, replay_rank
 from ..replay.replay import Replay, params_on_host, placed_optimizer, replay
 from ..replay.setups import Setup
 from ..trace.account import Peak
@@ -133,7 +133,7 @@ class SimulatedStep:
     reserved: int
     libraries: int
     flops: int
-    launches: Sequence[Launch]
+    launches: Sequence[StreamLaunch]
     spans: Sequence[Span]
     samples: list[tuple[int, dict[str, int]]]
     host_bytes: dict[str, int] = field(default_factory=dict)
@@ -191,7 +191,7 @@ class Simulator:
             return replay(trace, setup, optimizer=cost, keep_samples=keep_samples, **options)
 
     def replay_stages(
-        self, parts: Sequence[Part], actions: Sequence[Action], **options: bool
+        self, parts: Sequence[RankStage], actions: Sequence[Action], **options: bool
     ) -> Replay:
         """What one rank of a pipeline does, as if it never waited for other ranks, without times.
 
@@ -217,7 +217,7 @@ class Simulator:
     def send_s(self, nbytes: int, setup: Setup) -> float:
         """The time in which a stage sends ``nbytes`` to the next."""
         ring = self._on_hardware(setup).topology.ring("pipeline")
-        work = Transfer("send", "pipeline", nbytes, nbytes, 1, "")
+        work = Collective("send", "pipeline", nbytes, nbytes, 1, "")
         return transfer_cost(work, ring, self.hardware).total_s
 
     def _on_hardware(self, setup: Setup) -> Setup:
@@ -257,7 +257,7 @@ class Simulator:
             work = launch.work
             if isinstance(work, Compute):
                 cost = Cost(self._seconds(work) / speed, slowed_by=slowed_by)
-            elif isinstance(work, Transfer):
+            elif isinstance(work, Collective):
                 cost = transfer_cost(work, rings[work.group], self.hardware)
                 if self.hardware.host_ordered:
                     left = 1 - self.hardware.overlap

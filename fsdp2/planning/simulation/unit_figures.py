@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from ...render.timeline import BACKWARD, COMPUTE
-from ..replay.device import Launch, Transfer
+from ..replay.device import Collective, StreamLaunch
 from ..trace.events import Compute
 from .simulate import SimulatedStep
 
@@ -16,7 +16,7 @@ GATHERED = "gathered parameters"
 
 
 @dataclass
-class Traffic:
+class SimulatedTraffic:
     """Gathers or reductions of a unit in a step.
 
     Attributes:
@@ -48,8 +48,8 @@ class UnitFigures:
     name: str
     forward_s: float = 0.0
     backward_s: float = 0.0
-    gather: Traffic = field(default_factory=Traffic)
-    reduce: Traffic = field(default_factory=Traffic)
+    gather: SimulatedTraffic = field(default_factory=SimulatedTraffic)
+    reduce: SimulatedTraffic = field(default_factory=SimulatedTraffic)
     peak_bytes: int = 0
 
 
@@ -62,7 +62,7 @@ def unit_figures(step: SimulatedStep) -> list[UnitFigures]:
     units = {ROOT: UnitFigures(ROOT)}
     outside = UnitFigures(OUTSIDE)
 
-    def figures(launch: Launch) -> UnitFigures:
+    def figures(launch: StreamLaunch) -> UnitFigures:
         name = launch.unit
         if not name:
             return outside
@@ -70,7 +70,7 @@ def unit_figures(step: SimulatedStep) -> list[UnitFigures]:
 
     for launch, span in zip(step.launches, step.spans, strict=True):
         mine, seconds = figures(launch), span.end - span.begin
-        if isinstance(launch.work, Transfer):
+        if isinstance(launch.work, Collective):
             if (traffic := _traffic(mine, launch)) is not None:
                 traffic.count += 1
                 traffic.seconds += seconds
@@ -101,14 +101,14 @@ def waited_s(step: SimulatedStep) -> float:
     return sum(seconds for _, seconds in waits(step)) + step.stragglers_s
 
 
-def _traffic(mine: UnitFigures, launch: Launch) -> Traffic | None:
+def _traffic(mine: UnitFigures, launch: StreamLaunch) -> SimulatedTraffic | None:
     """What a collective counts to; None for those that the model itself calls."""
     if launch.lane == "all-gather":
         return mine.gather
     return mine.reduce if launch.lane in ("reduce-scatter", "all-reduce") else None
 
 
-def waits(step: SimulatedStep) -> Iterator[tuple[Launch, float]]:
+def waits(step: SimulatedStep) -> Iterator[tuple[StreamLaunch, float]]:
     """For each time that compute is idle, the launch for which it waits, if it waits for one."""
     ended, now = 0.0, step.spans
     for launch, span in zip(step.launches, now, strict=True):

@@ -98,7 +98,7 @@ class Account:
         return max(self.peaks.values(), key=lambda peak: peak.total, default=Peak())
 
 
-class Held:
+class HeldBytes:
     """Bytes that count as in memory while this object is referenced.
 
     Args:

@@ -15,7 +15,7 @@ from math import prod
 import torch
 
 
-class Kind(Enum):
+class CallKind(Enum):
     """The points of a step at which the runtime is called."""
 
     ENTER = "forward begins"
@@ -38,7 +38,7 @@ class Call(Event):
             for LEAVE, whether an output needs one.
     """
 
-    kind: Kind
+    kind: CallKind
     module: int
     flag: bool = False
 
@@ -116,7 +116,7 @@ class Compute(Event):
 
 
 @dataclass(frozen=True)
-class Exchange(Event):
+class ModelExchange(Event):
     """A collective of the model itself, which compute waits for.
 
     Tokens that travel between the ranks of experts, what tensor parallelism adds up and gathers, or
@@ -126,7 +126,7 @@ class Exchange(Event):
         nbytes: bytes of the whole data that is gathered, scattered or reduced; of an all-to-all,
             those that a rank sends, to itself too.
         ranks: of the group.
-        kind, group: as in `Transfer`.
+        kind, group: as in `Collective`.
         number: of the `ExchangeEnd` at which compute waits for it; None: it waits at once.
     """
 
@@ -139,7 +139,7 @@ class Exchange(Event):
 
 @dataclass(frozen=True)
 class ExchangeEnd(Event):
-    """Compute waits for the `Exchange` of this ``number``."""
+    """Compute waits for the `ModelExchange` of this ``number``."""
 
     number: int
 

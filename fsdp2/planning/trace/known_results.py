@@ -18,7 +18,7 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .op_costs import Cost
+from .op_costs import OpCost
 
 # Arguments that say all about themselves by type and value: 1, 1.0 and True are equal.
 _PLAIN = {
@@ -50,7 +50,7 @@ class KnownResult:
     """
 
     make: _Make
-    cost: Cost | None
+    cost: OpCost | None
 
 
 class KnownResults:
@@ -71,7 +71,7 @@ class KnownResults:
     def __init__(self) -> None:
         self._results: dict[Hashable, KnownResult | None] = {}
 
-    def call_of(self, func: Any, args: tuple, kwargs: dict) -> Call | None:
+    def call_of(self, func: Any, args: tuple, kwargs: dict) -> OpCall | None:
         """What decides the result of a call; None if its arguments do not say all of it.
 
         Args:
@@ -85,13 +85,13 @@ class KnownResults:
             key = _identity(func, args, kwargs, tensors)
         except _UnknownError:
             return None
-        return Call(key, func, args, kwargs, tensors) if tensors else None
+        return OpCall(key, func, args, kwargs, tensors) if tensors else None
 
-    def find(self, call: Call) -> KnownResult | None:
+    def find(self, call: OpCall) -> KnownResult | None:
         """What such a call returned before; None if that is not known."""
         return self._results.get(call.key)
 
-    def keep(self, call: Call, result: Any, cost: Cost | None) -> None:
+    def keep(self, call: OpCall, result: Any, cost: OpCost | None) -> None:
         """Remember ``result``, if it can be made anew."""
         if call.key in self._results:
             return
@@ -106,7 +106,7 @@ class KnownResults:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class OpCall:
     """A call of an operator: what identifies it, and the tensors among its arguments."""
 
     key: tuple

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from .events import Compute, Operation, Uncosted
 from .known_results import KnownResults
-from .op_costs import Cost, cost_of, has_no_kernel, may_copy, nbytes_of, operator_name
+from .op_costs import OpCost, cost_of, has_no_kernel, may_copy, nbytes_of, operator_name
 
 # For larger inputs, the size is extrapolated from shorter sequences.
 _MAX_INPUT_BYTES = 32 * 2**20
@@ -163,7 +163,7 @@ class StorageMeter(TorchDispatchMode):
             self.count(cost.operation, None if cost.known else operator_name(func))
         return result
 
-    def _result_and_cost(self, func: Any, args: tuple, kwargs: dict) -> tuple[Any, Cost | None]:
+    def _result_and_cost(self, func: Any, args: tuple, kwargs: dict) -> tuple[Any, OpCost | None]:
         """What an operator returns on the device, and what it costs; None: there is no kernel."""
         call = self._known.call_of(func, args, kwargs)
         known = None if call is None else self._known.find(call)

@@ -3,7 +3,7 @@
 Every operator costs the bytes that it reads and writes, so one that is bound by memory needs no
 entry. One that is bound by arithmetic needs a formula: torch's own (``torch.utils.flop_counter``),
 one of the table below, or one given by `register_cost`. An operator that has none, and is not known
-to be bound by memory, has no cost: `Cost.known` is False, and its bytes are listed.
+to be bound by memory, has no cost: `OpCost.known` is False, and its bytes are listed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _ARITHMETIC = re.compile(
 
 
 @dataclass(frozen=True)
-class Cost:
+class OpCost:
     """The cost of one call.
 
     Attributes:
@@ -163,7 +163,7 @@ def may_copy(func: Any) -> bool:
     return func in _VIEWS_OR_COPIES
 
 
-def cost_of(func: Any, args: tuple, kwargs: dict, result: Any) -> Cost | None:
+def cost_of(func: Any, args: tuple, kwargs: dict, result: Any) -> OpCost | None:
     """The cost of a call; None if no tensor takes part."""
     full_name = operator_name(func)
     namespace, _, name = full_name.partition("::")
@@ -189,7 +189,7 @@ def cost_of(func: Any, args: tuple, kwargs: dict, result: Any) -> Cost | None:
     attention = name.startswith(_ATTENTION)
     if attention and _causal(func, args, kwargs):
         full_name += "_causal"  # reaches other FLOP/s, as kernels do not skip all that counts as 0
-    return Cost(Operation(flops, nbytes, dtype, attention, full_name), known)
+    return OpCost(Operation(flops, nbytes, dtype, attention, full_name), known)
 
 
 def _written(func: Any, args: tuple, kwargs: dict, result: Any) -> list[torch.Tensor]:

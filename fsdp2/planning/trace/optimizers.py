@@ -16,7 +16,7 @@ from ...common.checks import check_bytes
 from ...common.suggestions import did_you_mean
 from ...offload.homes import PAGE_BYTES, whole_pages
 from ...offload.paging import ALIGN_BYTES, chunks_of
-from .account import Account, Held
+from .account import Account, HeldBytes
 from .events import Operation
 from .meter import StorageMeter
 
@@ -244,7 +244,7 @@ class StateOffload:
             check_bytes(name, getattr(self, name))
 
 
-class Part(NamedTuple):
+class PagedPart(NamedTuple):
     """What is stepped together.
 
     Attributes:
@@ -275,7 +275,7 @@ class PagedState:
 
     kept: tuple[int, ...]
     host_kept: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[PagedPart, ...]
     in_files: bool = False
 
     @property
@@ -353,11 +353,11 @@ def _step_parts(account: Account, paged: PagedState, ahead: int) -> None:
     Args:
         ahead: how many parts further the images are there.
     """
-    images: dict[int, Held] = {}
+    images: dict[int, HeldBytes] = {}
     for number, part in enumerate(paged.parts):
         for each in range(number, number + ahead + 1):
             if each < len(paged.parts) and each not in images:
-                images[each] = Held(account, "optimizer state", paged.parts[each].image)
+                images[each] = HeldBytes(account, "optimizer state", paged.parts[each].image)
         account.touch("optimizer scratch", part.moment)
         images.pop(number - 1, None)
 
@@ -389,7 +389,7 @@ def paged_state(params: Sequence[ParamCost], offload: StateOffload, *, is_cpu: b
     in_files = offload.to == IN_FILES
     pages: list[_Page] = []
     kept: dict[bool, list[int]] = {False: [], True: []}
-    stays = 0  # as `Counts.kept`
+    stays = 0  # as `StateBytes.kept`
     for param in params:
         large = [n for n in param.state if n >= offload.min_bytes]
         here = kept[param.on_host]
@@ -409,10 +409,10 @@ def paged_state(params: Sequence[ParamCost], offload: StateOffload, *, is_cpu: b
     return PagedState(tuple(kept[False]), tuple(kept[True]), tuple(parts), in_files)
 
 
-def _part(pages: Sequence[_Page], in_files: bool, is_cpu: bool) -> Part:
+def _part(pages: Sequence[_Page], in_files: bool, is_cpu: bool) -> PagedPart:
     buffers = sum(whole_pages(p.away) + PAGE_BYTES for p in pages if p.away) if in_files else 0
     moments = [page.cost.moment for page in pages]
-    return Part(
+    return PagedPart(
         sum(page.away for page in pages),
         buffers if is_cpu else sum(p.away for p in pages if not p.cost.on_host),
         0 if is_cpu else buffers,

@@ -33,7 +33,7 @@ class Stage(NamedTuple):
 Shape = tuple[tuple[int, ...], torch.dtype]
 
 
-class Sent(NamedTuple):
+class StageOutputs(NamedTuple):
     """What a stage returned.
 
     Attributes:
@@ -54,7 +54,7 @@ def run_stage(
     loss_of: Callable[[Any], torch.Tensor],
     between: Callable[[], None],
     before_weights: Callable[[], None],
-) -> Sent:
+) -> StageOutputs:
     """Forward and backward.
 
     Args:
@@ -96,13 +96,13 @@ def run_stage(
     if groups is not None:
         del roots, grads, held
         split_backward().stage_backward_weight(model.parameters(), groups)
-        return Sent(told, nbytes, returned)
+        return StageOutputs(told, nbytes, returned)
     if grads is None:
         roots[0].backward()
     else:
         torch.autograd.backward(roots, grads)
     del roots, held, grads
-    return Sent(told, nbytes, _returned(inputs))
+    return StageOutputs(told, nbytes, _returned(inputs))
 
 
 def split_backward() -> Any:

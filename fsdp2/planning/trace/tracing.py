@@ -47,7 +47,7 @@ from .compiled import Compiler
 from .kernels import traced_kernels
 from .meter import Awaited, StorageMeter
 from .offloaded import CountedOffload, counted_offload
-from .stage import Sent, run_stage
+from .stage import StageOutputs, run_stage
 from .trace_options import TraceOptions
 
 
@@ -176,7 +176,7 @@ def _conclude(
 
 
 def _run(
-    run: Callable[..., Sent],
+    run: Callable[..., StageOutputs],
     loss_fn: LossFn,
     recorder: _Recorder,
     offload: AbstractContextManager[CountedOffload | None],
@@ -442,7 +442,7 @@ class _Recorder:
             self._num_recomputed += self.meter.num_operations - self._recomputed_from
             self._recomputed_from = None
 
-    def _call(self, kind: events.Kind, unit: Any, flag: bool = False) -> None:
+    def _call(self, kind: events.CallKind, unit: Any, flag: bool = False) -> None:
         self.flush()
         self.trace.events.append(events.Call(kind, unit.number, flag))
 
@@ -450,24 +450,24 @@ class _Recorder:
         pass  # recorded by `entered`, which knows the inputs
 
     def entered(self, unit: Any, marked: bool) -> None:
-        self._call(events.Kind.ENTER, unit, marked)
+        self._call(events.CallKind.ENTER, unit, marked)
 
     def post_forward(self, unit: Any, *, differentiable: bool, forward: Any) -> None:
-        self._call(events.Kind.LEAVE, unit, differentiable)
+        self._call(events.CallKind.LEAVE, unit, differentiable)
 
     def pre_backward(self, unit: Any) -> None:
-        self._call(events.Kind.BACKWARD_ENTER, unit)
+        self._call(events.CallKind.BACKWARD_ENTER, unit)
 
     def post_backward(self, unit: Any) -> None:
         unit.input_nodes.clear()  # as `Runtime.post_backward` does
-        self._call(events.Kind.BACKWARD_LEAVE, unit)
+        self._call(events.CallKind.BACKWARD_LEAVE, unit)
 
     def exchange(self, ranks: int) -> Callable[[int], None]:
         """A function that records that tokens of so many bytes travel."""
 
         def record(nbytes: int) -> None:
             self.flush()
-            self.trace.events.append(events.Exchange(nbytes, ranks))
+            self.trace.events.append(events.ModelExchange(nbytes, ranks))
 
         return record
 
@@ -488,7 +488,7 @@ class _Recorder:
         shares = self._context is not None and group == self._context.group
         ranks = self._context.ranks if self._context and shares else self._tensor_ranks
         name = "context" if shares else "tensor"
-        self.trace.events.append(events.Exchange(nbytes, ranks, kind, name, number))
+        self.trace.events.append(events.ModelExchange(nbytes, ranks, kind, name, number))
         return Awaited(number, at_use=shares)
 
     def wait(self, number: int) -> None:

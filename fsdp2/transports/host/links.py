@@ -49,7 +49,7 @@ USES_OF_TAG = 8  # keys per message tag
 _CPU = torch.device("cpu")
 
 
-class Operation:
+class PendingExchange:
     """One exchange that this rank has begun.
 
     Args:
@@ -110,7 +110,7 @@ class _Channel:
         self.num_read = dict.fromkeys(peers, 0)
         self.num_begun = 0  # of those that are acknowledged
         self.num_ready = 0  # ranks of which there is a post
-        self.unread: deque[Operation] = deque()
+        self.unread: deque[PendingExchange] = deque()
 
     def is_idle(self) -> bool:
         """Whether nothing is under way. A new channel would do as well then."""
@@ -158,7 +158,7 @@ class HostLinks:
         read_all: Callable[[Posts], None],
         *,
         is_acknowledged: bool = True,
-    ) -> Operation:
+    ) -> PendingExchange:
         """Begin an exchange: tell each other rank which ranges of this process to read.
 
         Args:
@@ -173,7 +173,7 @@ class HostLinks:
             self.check(())
             channel = self._channel(key)
             channel.num_begun += is_acknowledged
-            operation = Operation(self, channel, read_all, is_acknowledged)
+            operation = PendingExchange(self, channel, read_all, is_acknowledged)
             channel.unread.append(operation)
             _served.note_unread(1)
             if posts is not None:

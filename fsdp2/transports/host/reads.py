@@ -15,7 +15,7 @@ from torch.profiler import record_function
 from ...comm.streams import Finish
 from ...sharding.plans import GatherPlan, RowGather
 from .cross_memory import Ranges
-from .links import USES_OF_TAG, HostLinks, Operation, Posts
+from .links import USES_OF_TAG, HostLinks, PendingExchange, Posts
 from .sums import BLOCK_NUMEL, cut, mean_in_order
 
 GATHER, SCATTER, SUM, SPREAD = range(4)  # what a tag is used for, by each of these once
@@ -98,7 +98,7 @@ class HostReads:
             everyone = dict.fromkeys(links.peers, ranges_of(own))
             begun.append(links.begin(key(tag, SPREAD), everyone, spread))
 
-        begun: list[Operation] = []
+        begun: list[PendingExchange] = []
         begun.append(links.begin(key(tag, SUM), others, sum_own, is_acknowledged=False))
 
         def finish() -> None:

@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 _CALL = "a message of full_state_dict or load_full_state_dict, a call of all ranks,"
 
 
-class Wire:
+class P2PBatch:
     """Messages between pairs of ranks: posted one by one, then sent and waited for together.
 
     Both ends must post the messages between them in the same order. Tensors are sent as bytes, so
@@ -35,7 +35,7 @@ class Wire:
             self.group = group if group is not None else dist.group.WORLD
             self.ranks = tuple(dist.get_process_group_ranks(self.group))
             # Above those that units use, of which gathers may be in flight. None are reserved:
-            # `finish` waits for all, so the next unit or wire may use the same ones.
+            # `finish` waits for all, so the next unit or batch may use the same ones.
             self._first_tag = take_tags([self.group], 0)
             self._open()
         self._posted: list[dist.P2POp] = []

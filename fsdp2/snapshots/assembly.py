@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from ..format.header import frame
-from ..format.manifest import FOLDER, Manifest, load, marker_name
-from ..loading.source import Source, open_source
+from ..checkpoint.format.header import frame
+from ..checkpoint.format.manifest import FOLDER, Manifest, load, marker_name
+from ..checkpoint.loading.source import Source, open_source
 from .choice import Choice, PartName
 from .folder import Folder, checked
 from .transfer import Address, Peer, Peers, TransferError

@@ -11,12 +11,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ...common.host import address_of_interface, boot_id
-from ..agreement import said_by_first, told_by_all
-from ..errors import CheckpointError
+from ..checkpoint.agreement import said_by_first, told_by_all
+from ..checkpoint.errors import CheckpointError
+from ..common.host import address_of_interface, boot_id
 from .choice import Generation
 from .folder import Folder, remove_stale
-from .neighbours import Place, neighbours
+from .neighbours import SnapshotPlace, neighbours
 from .transfer import Address, Server
 
 
@@ -97,7 +97,7 @@ class Session:
         self.number = 1 + max(max(m.session, m.progress[0]) for m in self.members)
         progress = max(m.progress for m in self.members)
         self.last_step = progress[1] if progress[0] else None
-        self.neighbours = neighbours([Place(m.host, m.folder) for m in self.members])
+        self.neighbours = neighbours([SnapshotPlace(m.host, m.folder) for m in self.members])
 
     def _enter(
         self, run: str, directory: Path, host: str | None, address: str | None, stale_s: float

@@ -31,12 +31,12 @@ from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..errors import CheckpointError, CorruptCheckpoint, some
-from ..format.checksum import crc32
-from ..format.disk import Disk, read_exactly
-from ..format.header import frame
-from ..format.manifest import BLOCK_BYTES, Manifest, load, marker_name
-from ..format.strict import MAX_SMALL_BYTES, read_small, small_limit
+from ..checkpoint.errors import CheckpointError, CorruptCheckpoint, some
+from ..checkpoint.format.checksum import crc32
+from ..checkpoint.format.disk import Disk, read_exactly
+from ..checkpoint.format.header import frame
+from ..checkpoint.format.manifest import BLOCK_BYTES, Manifest, load, marker_name
+from ..checkpoint.format.strict import MAX_SMALL_BYTES, read_small, small_limit
 from .choice import Generation, PartName
 
 PREFIX = "fsdp2-snapshots-"

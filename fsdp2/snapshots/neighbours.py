@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Place:
+class SnapshotPlace:
     """Where a rank keeps its snapshots.
 
     Attributes:
@@ -19,7 +19,7 @@ class Place:
     folder: str
 
 
-def neighbours(places: Sequence[Place]) -> list[int | None]:
+def neighbours(places: Sequence[SnapshotPlace]) -> list[int | None]:
     """For each rank the one that holds its copy: on another host; in another folder where there is
     one host only; None where there is one folder only.
 

@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from ...common.threads import work_in_turns
-from ..errors import CheckpointError
-from ..format.disk import read_exactly
+from ..checkpoint.errors import CheckpointError
+from ..checkpoint.format.disk import read_exactly
+from ..common.threads import work_in_turns
 from .choice import Generation, PartName
 from .folder import Folder
 

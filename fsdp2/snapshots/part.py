@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 
-from ..format.disk import Disk
-from ..format.header import frame
-from ..format.manifest import Manifest, dump, marker_name
-from ..saving.capture import Captured
-from ..saving.job import describe_writer, plan_of, write_small_files
-from ..saving.staging import Staged
-from ..saving.writing import Progress, Writer
+from ..checkpoint.format.disk import Disk
+from ..checkpoint.format.header import frame
+from ..checkpoint.format.manifest import Manifest, dump, marker_name
+from ..checkpoint.saving.capture import Captured
+from ..checkpoint.saving.job import describe_writer, plan_of, write_small_files
+from ..checkpoint.saving.staging import Staged
+from ..checkpoint.saving.writing import Progress, Writer
 from .choice import PartName
 from .folder import Folder
 

@@ -15,23 +15,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoint.agreement import Together, added, forget, said_by_first, told_by_all
+from ..checkpoint.checkpointer import Checkpointer
+from ..checkpoint.errors import CheckpointError
+from ..checkpoint.loading.training import Loaded, load_training
+from ..checkpoint.saving.capture import Captured, RankLocal
+from ..checkpoint.saving.repeated import Repeated
+from ..checkpoint.saving.staging import Staged, Staging
+from ..checkpoint.saving.training import Optimizers, capture_training
 from ..common.checks import check_bytes
 from ..common.host import memory_bytes
 from ..dtensor.placement import all_ranks, this_rank
-from .agreement import Together, added, forget, said_by_first, told_by_all
-from .checkpointer import Checkpointer
-from .errors import CheckpointError
-from .loading.training import Loaded, load_training
-from .memory.assembly import assembled
-from .memory.choice import Choice, Generation, PartName, choose
-from .memory.folder import RUN
-from .memory.meeting import Session, raise_first
-from .memory.part import write_part
-from .memory.transfer import Peer, older_parts
-from .saving.capture import Captured, RankLocal
-from .saving.repeated import Repeated
-from .saving.staging import Staged, Staging
-from .saving.training import Optimizers, capture_training
+from .assembly import assembled
+from .choice import Choice, Generation, PartName, choose
+from .folder import RUN
+from .meeting import Session, raise_first
+from .part import write_part
+from .transfer import Peer, older_parts
 
 CLOSE_S = 600.0
 

@@ -1,1 +1,0 @@
-"""Snapshots in host memory: what lies where, and how it gets there and back."""
