@@ -16,6 +16,7 @@ from .features import (
     middle,
     parameter_hooks,
     partial_gradients,
+    secondary_shards,
     spmd_types,
     steps_in_backward,
 )
@@ -32,7 +33,7 @@ from .transports.host import exchange
 # (Imports come in alphabetical order.)
 PARTS = (
     *(custom, compressed, exchange),
-    *(early_free, finalization, gather_budget, frozen_cache, functional_call),
+    *(secondary_shards, early_free, finalization, gather_budget, frozen_cache, functional_call),
     *(parameter_hooks, spmd_types, extension),
     *(partial_gradients, double_backward, middle, side_by_side, steps_in_backward),
     *(first_forward, initial_values, gathered_writes, optimizer_checks, requested_gradients),

@@ -114,8 +114,16 @@ class TreePart:
     def gathered(self, unit: Unit) -> None:
         """Compute may use what they gather."""
 
+    def before_reshard(self, unit: Unit, after_forward: bool) -> None:
+        """What of ``unit`` is gathered, if anything, is about to be freed.
+
+        Args:
+            after_forward: because a forward of it has just ended (`Unit.has_graph`).
+        """
+
     def resharded(self, unit: Unit) -> None:
-        """``unit`` is not gathered, or only to its larger shards, whether it was before or not."""
+        """``unit`` is not gathered, whether it was before or not; its modules may still hold what
+        computes. This may go on to `State.SECONDARY`."""
 
     def first_gathered(self, unit: Unit) -> None:
         """The first gather into new storages was launched."""
@@ -237,6 +245,7 @@ class TreeEvents(_Hearers):
     gather_started: _OfUnit
     before_wait: _OfUnit
     gathered: _OfUnit
+    before_reshard: tuple[Callable[[Unit, bool], None], ...]
     resharded: _OfUnit
     first_gathered: _OfUnit
     backward_begins: _OfTree

@@ -252,8 +252,7 @@ class Runtime:
             self._carried_unit = unit
             unit.register_sharded()
         else:
-            secondary = after is AfterForward.FREE_TO_SECONDARY
-            unit.reshard(self.streams, to_secondary=secondary)
+            unit.reshard(self.streams, after_forward=True)
         if unit.registration.overrides:
             unit.registration.put_back_overrides()
         for tell_end in self.on.forward_ends:
@@ -672,7 +671,7 @@ class Runtime:
 
 
 # After a forward with others, by what of its own parameters `torch.func.functional_call` found.
-_AS_FOUND = {"unsharded": AfterForward.KEEP, "secondary": AfterForward.FREE_TO_SECONDARY}
+_AS_FOUND = {"unsharded": AfterForward.KEEP, "secondary": AfterForward.FREE}
 
 
 def runtime_of(unit: Unit) -> Runtime:

@@ -8,22 +8,25 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2.features.secondary_shards import keeps_after_forward
 from fsdp2.runtime.states import AfterForward
 from fsdp2.runtime.unit import Unit
 from fsdp2.runtime.unit_config import UnitConfig
 
 KEEP, FREE, CARRY = AfterForward.KEEP, AfterForward.FREE, AfterForward.CARRY
-TO_SECONDARY = AfterForward.FREE_TO_SECONDARY
 
 
 def decided(chosen: bool | int | None, *, is_root: bool = False, **facts: bool) -> AfterForward:
+    unit = unit_with(chosen, is_root=is_root)
+    return unit.after_forward(**{"runs_next": False, "ends_forward": False, **facts})
+
+
+def unit_with(chosen: bool | int | None, *, is_root: bool = False, **settings: bool) -> Unit:
     mesh: Any = None
-    config = UnitConfig(
-        reshard_after_forward=chosen, unshard_in_backward=facts.pop("unshard_in_backward", True)
-    )
+    config = UnitConfig(reshard_after_forward=chosen, **settings)
     unit = Unit((nn.Linear(1, 1),), mesh, torch.device("cpu"), config)
     unit.choose_reshard(is_root=is_root)
-    return unit.after_forward(**{"runs_next": False, "ends_forward": False, **facts})
+    return unit
 
 
 def test_units_that_run_again_at_once_and_those_that_a_user_keeps_are_kept() -> None:
@@ -45,9 +48,13 @@ def test_the_last_unit_of_forward_is_carried_into_backward() -> None:
         assert decided(chosen, differentiable=False, ends_forward=True) is FREE
 
 
+def test_units_that_are_resharded_to_groups_of_ranks_are_freed() -> None:
+    for size, differentiable, ends in product((1, 2), (True, False), (True, False)):
+        assert decided(size, differentiable=differentiable, ends_forward=ends) is FREE
+
+
 def test_secondary_shards_are_kept_only_for_a_gather_in_backward() -> None:
-    for size, ends in product((1, 2), (True, False)):  # 1 is not True
-        assert decided(size, differentiable=True, ends_forward=ends) is TO_SECONDARY
-        assert decided(size, differentiable=False, ends_forward=ends) is FREE
-        now = decided(size, differentiable=True, ends_forward=ends, unshard_in_backward=False)
-        assert now is FREE
+    for size, has_graph, gathers in product((True, False, 1, 2), (True, False), (True, False)):
+        unit = unit_with(size, unshard_in_backward=gathers)
+        unit.has_graph = has_graph
+        assert keeps_after_forward(unit) == (type(size) is int and has_graph and gathers)

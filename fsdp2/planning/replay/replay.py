@@ -40,7 +40,7 @@ from ..trace.optimizers import (
 from .device import Launch, LaunchDevice, ReplayState, Transfer
 from .schedules import Action
 from .setups import Setup, shard_shape
-from .stand_ins import CountedBucket, CountedEarlyFree, CountedUnit
+from .stand_ins import CountedBucket, CountedEarlyFree, CountedReshardToGroups, CountedUnit
 
 
 @dataclass
@@ -310,7 +310,7 @@ def _set_prefetch(
 class _ReplayRuntime(Runtime):
     """The runtime, driven without autograd."""
 
-    registry = Registry(CountedEarlyFree, Finalization, GatherBudget)
+    registry = Registry(CountedReshardToGroups, CountedEarlyFree, Finalization, GatherBudget)
 
     @override
     def begin_backward(self) -> None:
