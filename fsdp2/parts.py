@@ -19,6 +19,7 @@ from .features import (
     parameter_hooks,
     partial_gradients,
     replaced_params,
+    secondary_shards,
     spmd_types,
     steps_in_backward,
     transforms,
@@ -38,7 +39,7 @@ from .transports.host import exchange
 # (Imports come in alphabetical order.)
 PARTS = (
     *(custom, compressed, comm_policies, exchange),
-    *(early_free, deferred_weight_grads, unused_parameters, finalization),
+    *(secondary_shards, early_free, deferred_weight_grads, unused_parameters, finalization),
     *(gather_budget, frozen_cache, functional_call),
     *(replaced_params, parameter_hooks, spmd_types, extension),
     *(partial_gradients, double_backward, middle, side_by_side, steps_in_backward),

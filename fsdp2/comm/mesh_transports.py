@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from ..custom import AllGather, ReduceScatter
 from ..policy import CommPolicy
-from ..sharding.bucket import SecondaryShards
-from ..sharding.mesh import DataParallelMesh, subgroup_mesh
+from ..sharding.bucket import Bucket, SecondarySource
+from ..sharding.mesh import DataParallelMesh
 from ..sharding.process_groups import connect_group
 from .transports import Transport, check_backend, make_transport, separate_group
 
@@ -70,14 +69,44 @@ def register_wrapper(wrap: _Wrap, reduce_groups: _Groups | None = None) -> None:
         _reduce_groups.append(reduce_groups)
 
 
+class Resharder(Protocol):
+    """The part for ``reshard_after_forward=int``: frees units to groups of ``size`` ranks."""
+
+    def groups(
+        self, mesh: DataParallelMesh, size: int
+    ) -> Iterable[tuple[str, dist.ProcessGroup]]: ...
+
+    def plan(self, bucket: Bucket, transports: MeshTransports, size: int) -> SecondarySource | None:
+        """What ``bucket`` is gathered from in backward; None: from the shards of all ranks."""
+
+    def follow(self, bucket: Bucket, transports: MeshTransports) -> None:
+        """``bucket``, which has a `SecondarySource`, is going to be gathered by ``transports``."""
+
+
+resharders: list[Resharder] = []  # the last of them is used
+
+
+def resharder(size: int) -> Resharder:
+    """
+    Raises:
+        ValueError: if there is none.
+    """
+    if not resharders:
+        raise ValueError(
+            f"reshard_after_forward={size} keeps secondary shards after forward, and the part of "
+            "fsdp2 that does (features/secondary_shards.py) is not registered (see "
+            "fsdp2/parts.py). Pass True or False"
+        )
+    return resharders[-1]
+
+
 class MeshTransports:
     """Transports over the groups of ``mesh``; None over a group of one rank.
 
     Attributes:
         gather, scatter: over the ranks that share each parameter.
         replicate: over the ranks that hold the same shard.
-        secondary_gather: within the groups of ``reshard_after_forward=int``; see `make_secondary`.
-        narrow: makes of larger shards what is kept in their place, of this dtype; None: themselves.
+        secondary_gather: from a `SecondarySource`, if there is one, whose part makes this.
         allocating: makes the contexts in which gathered storage gets its memory; None: any memory.
     """
 
@@ -91,25 +120,24 @@ class MeshTransports:
         self.scatter: Transport | None = None
         self.replicate: Transport | None = None
         self.secondary_gather: Transport | None = None
-        self.secondary_mesh: DeviceMesh | None = None
-        self.narrow: Callable[[SecondaryShards, torch.dtype], SecondaryShards] | None = None
         self.allocating: Callable[[], AbstractContextManager[None]] | None = None
         sum_only = options.sum_only
         if mesh.shard_group is not None and mesh.num_shards > 1:
             group = mesh.shard_group
-            self.gather = self._wrapped(self.make(group, device), "all-gather")
+            self.gather = self.wrapped(self.make(group, device), "all-gather")
             # Backward gathers the next unit while it reduces this one. On one communicator the two
             # would take turns.
             group = separate_group(group, device, options.separate_reduce_group)
-            self.scatter = self._wrapped(
+            self.scatter = self.wrapped(
                 self.make(group, device, sum_only=sum_only), "reduce-scatter"
             )
         if mesh.replicate_group is not None and mesh.num_replicas > 1:
-            self.replicate = self._wrapped(
+            self.replicate = self.wrapped(
                 self.make(mesh.replicate_group, device, sum_only=sum_only), "all-reduce"
             )
 
-    def _wrapped(self, transport: Transport, use: Use) -> Transport:
+    def wrapped(self, transport: Transport, use: Use) -> Transport:
+        """``transport``, or what the user's choices put in its place."""
         for wrap in wrappers if self.options != _USUAL else ():
             transport = wrap(transport, use, self)
         return transport
@@ -120,45 +148,19 @@ class MeshTransports:
             if transport is not None:
                 transport.connect()
 
-    def make_secondary(self, size: bool | int) -> int | None:
-        """Make the transport within groups of ``size`` ranks, if ``size`` divides the ranks.
-
-        Returns:
-            ``size``, or None if parameters on this mesh are not kept in larger shards.
-        """
-        chosen = _secondary_size(self.mesh, size)
-        if chosen is None:
-            return None
-        # The mesh was made when the module was sharded (`make_groups`). This only looks it up,
-        # unless the setting was changed since; then all ranks make it here.
-        if self.secondary_gather is None or self.secondary_gather.group.size() != chosen:
-            self.secondary_mesh = subgroup_mesh(self.mesh, chosen)
-            transport = self.make(self.secondary_mesh.get_group(1), self.device)
-            self.secondary_gather = self._wrapped(transport, "secondary all-gather")
-        return chosen
-
-
-def _secondary_size(mesh: DataParallelMesh, size: bool | int | None) -> int | None:
-    """``size`` if that is a number of ranks, which divides those of ``mesh``."""
-    # The type and not ``isinstance``: True and False are settings of their own, and ints in Python.
-    # All ranks and more is no smaller group: then nothing is kept between forward and backward.
-    if type(size) is int and size < mesh.num_shards and mesh.num_shards % size == 0:
-        return size
-    return None
-
 
 def make_groups(
     meshes: Iterable[DataParallelMesh],
     device: torch.device,
     options: CommOptions,
-    secondary_size: bool | int | None,
+    reshard_to: bool | int | None,
 ) -> None:
     """Make the process groups of `MeshTransports` over ``meshes``, and all communicators.
 
     Collective over the ranks of each mesh, at the first call for it.
 
     Args:
-        secondary_size: as of `MeshTransports.make_secondary`.
+        reshard_to: as of `fully_shard`'s ``reshard_after_forward``.
 
     Raises:
         ValueError: a group of a mesh does not serve ``device``.
@@ -170,7 +172,7 @@ def make_groups(
         for of_mesh in (mesh.shard_group, mesh.replicate_group):
             if of_mesh is not None:
                 check_backend(of_mesh, device)
-        for _, group in groups_of(mesh, device, options, secondary_size):
+        for _, group in groups_of(mesh, device, options, reshard_to):
             connect_group(group, device)
 
 
@@ -178,7 +180,7 @@ def groups_of(
     mesh: DataParallelMesh,
     device: torch.device,
     options: CommOptions,
-    secondary_size: bool | int | None,
+    reshard_to: bool | int | None,
 ) -> Iterator[tuple[str, dist.ProcessGroup]]:
     """What `MeshTransports` over ``mesh`` send, and over which groups; see `make_groups`."""
     if mesh.shard_group is not None and mesh.num_shards > 1:
@@ -189,6 +191,5 @@ def groups_of(
         yield from found or [("reduce-scatter", group)]
     if mesh.replicate_group is not None and mesh.num_replicas > 1:
         yield "all-reduce", mesh.replicate_group
-    size = _secondary_size(mesh, secondary_size)
-    if size is not None:
-        yield f"all-gather within {size} ranks", subgroup_mesh(mesh, size).get_group(1)
+    if type(reshard_to) is int:
+        yield from resharder(reshard_to).groups(mesh, reshard_to)

@@ -13,6 +13,7 @@ from math import prod
 
 import torch
 
+from ..features.secondary_shards import secondary_layout
 from ..policy import (
     CommPolicy,
     compute_dtype,
@@ -21,7 +22,7 @@ from ..policy import (
     sum_dtype,
     wire_dtype,
 )
-from ..sharding.layout import BucketLayout, plan_bucket, secondary_layout
+from ..sharding.layout import BucketLayout, plan_bucket
 from ..sharding.plans import ReducePlan
 from ..transports.compressed.quantize import Cut, cut_reduction, gather_row
 from ..transports.host.topology import Places, Sent, Topology

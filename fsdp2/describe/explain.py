@@ -258,9 +258,9 @@ def _communicators(units: Sequence[Unit]) -> tuple[str, ...]:
     """The purpose of each process group on accelerators; on the CPU, sharing one costs nothing."""
     purposes: dict[Any, dict[str, None]] = {}
     for unit in units if units[0].device.type != "cpu" else ():
-        options, secondary_size = unit.config.comm_options, unit.config.reshard_after_forward
+        options, reshard_to = unit.config.comm_options, unit.config.reshard_after_forward
         for mesh in dict.fromkeys(bucket.mesh for bucket in unit.buckets):
-            for purpose, group in groups_of(mesh, unit.device, options, secondary_size):
+            for purpose, group in groups_of(mesh, unit.device, options, reshard_to):
                 purposes.setdefault(group, {})[purpose] = None
     return tuple(" + ".join(of_one) for of_one in purposes.values())
 

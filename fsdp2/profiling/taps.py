@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol, Self
 from typing_extensions import override
 
 from ..comm.transports import Finish, Transport, done
+from ..features.secondary_shards import shards_of
 from ..runtime.events import TreePart
 from ..runtime.reduction import Reduction
 from ..runtime.runtime import Runtime
@@ -123,8 +124,9 @@ class UnitTap:
             if bucket.gathered is not None:
                 for storage in bucket.gathered.storages:
                     gathered += storage.nbytes()
-            if bucket.secondary is not None:
-                secondary += bucket.secondary.storage.nbytes()
+            larger = shards_of(bucket)
+            if larger is not None:
+                secondary += larger.nbytes
             if bucket.partial is not None:
                 unreduced += bucket.partial.nbytes
         log, parts = self.log, (shards, grads, gathered, secondary, unreduced)

@@ -137,8 +137,16 @@ class TreePart:
     def gathered(self, unit: Unit) -> None:
         """Compute may use what they gather."""
 
+    def before_reshard(self, unit: Unit, to_secondary: bool) -> None:
+        """What of ``unit`` is gathered, if anything, is about to be freed.
+
+        Args:
+            to_secondary: larger shards are to stay (`AfterForward.FREE_TO_SECONDARY`).
+        """
+
     def resharded(self, unit: Unit) -> None:
-        """``unit`` is not gathered, or only to its larger shards, whether it was before or not."""
+        """``unit`` is not gathered, whether it was before or not; its modules may still hold what
+        computes. This may go on to `State.SECONDARY`."""
 
     def first_gathered(self, unit: Unit) -> None:
         """The first gather into new storages was launched."""
@@ -278,6 +286,7 @@ class TreeEvents(_Hearers):
     gather_started: _OfUnit
     before_wait: _OfUnit
     gathered: _OfUnit
+    before_reshard: tuple[Callable[[Unit, bool], None], ...]
     resharded: _OfUnit
     first_gathered: _OfUnit
     backward_begins: _OfTree

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..comm.mesh_transports import CommOptions, MeshTransports, make_groups
+from ..comm.mesh_transports import CommOptions, MeshTransports, make_groups, resharder
 from ..comm.transports import give_back_tags, take_tags
 from ..dtensor.from_local import local_of
 from ..dtensor.subclasses import inner_tensors
 from ..policy import MixedPrecisionPolicy, OffloadBeyond, param_dtype_of, sum_dtype
-from ..sharding.bucket import Bucket, SecondaryShards
+from ..sharding.bucket import Bucket
 from ..sharding.mesh import DataParallelMesh
 from ..sharding.param import ShardedParam
 from ..sharding.plans import GatherBatch, GatherPlan, ReducePlan
@@ -45,7 +45,6 @@ class ParamGroup:
     Attributes:
         params: all parameters of the unit.
         buckets: their storages, one for all parameters that share dtypes and a mesh.
-        secondary: the larger shards that buckets can keep after forward.
         transports: one per bucket; buckets on the same mesh share theirs.
         gather_tags, reduce_tags: the first message tag of each bucket.
         unsharded: the parameters that compute, in the order of ``params``; None before the first
@@ -66,6 +65,7 @@ class ParamGroup:
     bucket_type: type[Bucket] = Bucket  # `fsdp2.planning` has one without memory
     transports_type: type[MeshTransports] = MeshTransports
     num_hosts = staticmethod(num_hosts)  # and knows them of groups that are planned
+    resharder = staticmethod(resharder)  # and has one of its own
 
     def __init__(
         self,
@@ -80,7 +80,6 @@ class ParamGroup:
         self._registration = registration
         self.params: list[ShardedParam] = []
         self.buckets: list[Bucket] = []
-        self.secondary: list[SecondaryShards] = []
         self.transports: list[MeshTransports] = []
         self.gather_tags: list[int] = []
         self.reduce_tags: list[int] = []
@@ -101,9 +100,6 @@ class ParamGroup:
         # What is compared to see what was frozen or thawed since: `is_trained` is of the first.
         self._planned: list[ShardedParam] = []
         self._versioned: list[torch.Tensor] = []
-        self._secondary_size: bool | int = False  # that of the last `materialize`
-        # What the parameters to show were made for.
-        self._secondary_for: tuple[int, list[bool]] | None = None
 
     # -- planning ---------------------------------------------------------------------------
 
@@ -278,13 +274,9 @@ class ParamGroup:
         # Graphs refer to the unsharded parameters, which hold gradients of micro-batches as well.
         self._make_transports()
         for bucket, transports in zip(self.buckets, self.transports, strict=True):
-            transports.make_secondary(self._secondary_size)
             bucket.forget_transports()
             if bucket.secondary is not None:
-                bucket.secondary = bucket.secondary.in_full
-                self._narrow_secondary(bucket, transports)
-        self.secondary = [b.secondary for b in self.buckets if b.secondary is not None]
-        self._secondary_for = None
+                self.resharder(bucket.secondary.layout.num_shards).follow(bucket, transports)
 
     def make_groups(self, meshes: Iterable[DataParallelMesh]) -> None:
         """Make the process groups that gathers and reductions over ``meshes`` will use.
@@ -339,14 +331,13 @@ class ParamGroup:
         if self.dirty or _mixes_frozen(self.buckets):
             self.reshard_storage()
 
-    def materialize(self, *, secondary_size: bool | int, split: bool) -> None:
+    def materialize(self, *, reshard_to: bool | int, split: bool) -> None:
         """Make what is needed from the first gather on: transports, gathered storages, views.
 
         After `settle`.
 
         Args:
-            secondary_size: number of ranks over which larger shards are kept after forward; a bool:
-                none are kept.
+            reshard_to: as of ``reshard_after_forward``: a number of ranks, or all of them.
             split: give large parameters memory of their own.
 
         Raises:
@@ -355,25 +346,18 @@ class ParamGroup:
         self._check_materialized()
         # The first forward may be an evaluation in inference mode: parameters that are made there
         # could never be trained.
-        self._secondary_size = secondary_size
         with torch.inference_mode(False), torch.no_grad():
             self._make_transports()
             for bucket, transports in zip(self.buckets, self.transports, strict=True):
-                bucket.materialize(
-                    secondary_size=transports.make_secondary(secondary_size), split=split
-                )
+                secondary = None
+                if type(reshard_to) is int:
+                    secondary = self.resharder(reshard_to).plan(bucket, transports, reshard_to)
+                bucket.materialize(secondary=secondary, split=split)
                 bucket.keep_dtypes()
-                self._narrow_secondary(bucket, transports)
-        self.secondary = [b.secondary for b in self.buckets if b.secondary is not None]
-        self._secondary_for = None
         self.materialized = True
         self.num_plans += 1
         self.incomplete = not all(bucket.is_made for bucket in self.buckets)
         self._follow_unsharded()
-
-    def _narrow_secondary(self, bucket: Bucket, transports: MeshTransports) -> None:
-        if bucket.secondary is not None and transports.narrow is not None:
-            bucket.secondary = transports.narrow(bucket.secondary, bucket.gather_dtype)
 
     def complete(self) -> None:
         """After the first gather, which made the unsharded parameters of tensor subclasses."""
@@ -442,25 +426,6 @@ class ParamGroup:
         """Register sharded parameters that were made again or have other owners now."""
         self.plan_registration()
         self._registration.register("sharded")
-
-    def make_secondary(self) -> None:
-        """Make the parameters that users see while larger shards are kept after forward."""
-        saved = [b.secondary is not None and b.secondary.saved for b in self.buckets]
-        # This runs after every forward. A DTensor per parameter, and the lists that register them,
-        # are made again only if the kept shards are those of other buckets now.
-        if self._secondary_for == (self.generation, saved):
-            return
-        self._secondary_for = (self.generation, saved)
-        for bucket, transports in zip(self.buckets, self.transports, strict=True):
-            secondary, mesh = bucket.secondary, transports.secondary_mesh
-            for i, param in enumerate(bucket.params):
-                param.secondary = None  # show the sharded one
-                if secondary is None or mesh is None or not secondary.saved:
-                    continue
-                if not secondary.locals:  # kept as it is sent, which is no tensor to show
-                    continue
-                param.make_secondary(secondary.locals[i], mesh, secondary.layout.slots[i])
-        self.plan_registration()
 
     def follow_freezing(self, *, midway: bool = False) -> bool:
         """Freeze and thaw what modules show instead of sharded parameters as users did with either.

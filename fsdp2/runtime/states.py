@@ -3,8 +3,8 @@
 `TRANSITIONS` is the whole table::
 
     SHARDED, SECONDARY --start_unshard--> GATHERING --wait_unshard--> UNSHARDED, PARTLY_FREED
-            ^                                                                |
-            +---------------------------- reshard ---------------------------+
+        ^                                                                    |
+        +------------------------------ reshard -----------------------------+
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class State(Enum):
     """Where the parameters of a unit are."""
 
     SHARDED = "sharded"
-    SECONDARY = "secondary"  # sharded, with larger shards kept for the next gather
+    SECONDARY = "secondary"  # sharded, and the next gather is from a `SecondarySource`
     GATHERING = "gathering"
     UNSHARDED = "unsharded"
     PARTLY_FREED = "partly freed"  # unsharded, but for parameters that were freed early
@@ -36,8 +36,7 @@ TRANSITIONS = {
     (State.PARTLY_FREED, "free_early"): State.PARTLY_FREED,
     (State.UNSHARDED, "reshard"): State.SHARDED,
     (State.PARTLY_FREED, "reshard"): State.SHARDED,
-    # Not from PARTLY_FREED: what was freed early cannot be copied into larger shards.
-    (State.UNSHARDED, "reshard_to_secondary"): State.SECONDARY,
+    (State.SHARDED, "keep_secondary"): State.SECONDARY,
     (State.SECONDARY, "drop_secondary"): State.SHARDED,
 }
 

@@ -50,6 +50,7 @@ class GatherEvents(Protocol):
     gather_started: tuple[Callable[[Unit], None], ...]
     before_wait: tuple[Callable[[Unit], None], ...]
     gathered: tuple[Callable[[Unit], None], ...]
+    before_reshard: tuple[Callable[[Unit, bool], None], ...]
     resharded: tuple[Callable[[Unit], None], ...]
     first_gathered: tuple[Callable[[Unit], None], ...]
 
@@ -219,12 +220,12 @@ class Unit:
 
     def materialize(self, streams: Streams) -> None:
         """Make everything that gathers need, before the first one."""
-        group, size = self.param_group, self.reshard_after_forward
+        group = self.param_group
         group.settle()  # on compute: it may copy shards
         # No kernel runs here. But views are made of memory, which then stays in the pool of the
         # stream that it was allocated on: gathers use it next.
         with streams.gathering():
-            group.materialize(secondary_size=size, split=self.encloses)
+            group.materialize(reshard_to=self.reshard_after_forward, split=self.encloses)
 
     # -- gathering --------------------------------------------------------------------------
 
@@ -399,9 +400,6 @@ class Unit:
         # If all was cached, nothing was launched, and the event is that of an earlier gather.
         if self._waits_for_gather and streams.stream_ordered:
             streams.use_gathered(self._gather_event)
-        # Not before: compute, on whose stream they were allocated, has to wait for their readers.
-        for secondary in self.param_group.secondary:
-            secondary.free()
         self.transition("wait_unshard")
         if self.param_group.incomplete:
             self.param_group.complete()
@@ -414,8 +412,6 @@ class Unit:
         # The other messages still write to the memory that is freed here.
         self._end_launched()
         self._free_packs()
-        for secondary in self.param_group.secondary:
-            secondary.free()
         self.drop_cache(streams)
         self.transition("wait_unshard")
         self.reshard(streams)
@@ -443,34 +439,26 @@ class Unit:
             self.registration.register("unsharded", for_forward=not self.runtime.in_backward)
 
     def reshard(self, streams: Streams, *, to_secondary: bool = False) -> None:
-        """From any state to SHARDED, with the sharded parameters registered.
+        """From any state to SHARDED, with the sharded parameters registered; or to SECONDARY.
 
         Args:
-            to_secondary: keep larger shards for a cheaper gather in backward: to SECONDARY.
+            to_secondary: as of `events.TreePart.before_reshard`.
         """
         self.recomputed = False
         # Memory that a gather still writes cannot be freed. And on the host its messages have to be
         # waited for exactly once, whether anything uses them or not.
         if self.state is State.GATHERING:
             self.wait_unshard(streams)
+        for ask in self.runtime.on.before_reshard:
+            ask(self, to_secondary)
         if self.state in GATHERED:
-            # What was freed early is not there to be copied. All ranks count it as freed, whether
-            # it was or not, so they agree on the next gather.
-            to_secondary = to_secondary and self.state is State.UNSHARDED
             going = [bucket for bucket in self.param_group.buckets if not bucket.cache_valid]
-            for bucket in going:
-                if to_secondary and bucket.secondary is not None:
-                    bucket.secondary.save()  # by compute: users may look at them
             if going:
                 streams.free(going)
-            self.transition("reshard_to_secondary" if to_secondary else "reshard")
-        elif self.state is State.SECONDARY and not to_secondary:
-            for secondary in self.param_group.secondary:
-                secondary.free()
-            self.transition("drop_secondary")
-        self.register_sharded()
+            self.transition("reshard")
         for tell in self.runtime.on.resharded:
             tell(self)
+        self.register_sharded()
 
     def drop_cache(self, streams: Streams, buckets: Iterable[Bucket] | None = None) -> None:
         """Evict cached buckets, ``buckets`` or all of them: at once, or when the unit is freed."""
@@ -483,10 +471,7 @@ class Unit:
 
     def register_sharded(self) -> None:
         """Register what users should see while the unit is not computing."""
-        kind = "sharded"
-        if self.state is State.SECONDARY:
-            self.param_group.make_secondary()
-            kind = "secondary"
+        kind = "secondary" if self.state is State.SECONDARY else "sharded"
         if self.registration.registered != kind:
             self.registration.register(kind)
 

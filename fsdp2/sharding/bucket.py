@@ -20,7 +20,7 @@ from ..common.pinned import pinned_arena
 from ..dtensor.boxes import strides
 from ..dtensor.memory import Pack, note_gathered, storage_slice, with_own_storage
 from ..policy import MixedPrecisionPolicy, wire_dtype
-from .layout import BucketLayout, Slot, plan_bucket, secondary_layout
+from .layout import BucketLayout, Slot, plan_bucket
 from .mesh import DataParallelMesh
 from .param import ShardedParam, own_rows
 from .plans import GatherPlan, ReducePlan
@@ -95,6 +95,22 @@ class SharedMemory(Protocol):
 
     def note(self, dtensors: Sequence[torch.Tensor]) -> None:
         """Take the gradients of which that is the memory."""
+
+
+class SecondarySource(Protocol):
+    """What a bucket may be gathered from in the place of the shards of all ranks, for a while.
+
+    Attributes:
+        layout, plan: of that gather, which has a transport of its own.
+        saved: whether the next gather is that one.
+    """
+
+    layout: BucketLayout
+    plan: GatherPlan
+    saved: bool
+
+    def materialize(self, gathered: Segments) -> None:
+        """``gathered`` has memory now: make views of it."""
 
 
 class GradientStore(Pack):
@@ -228,8 +244,8 @@ class Bucket:
         widens: whether ``reduce_dtype`` is wider than the dtype of computation.
         gathered: dtype of computation; None with one shard and no cast, where computation uses
             ``shards`` themselves.
-        plan: of the gather over all shards; ``secondary`` has the one over the larger shards kept
-            after forward, if any.
+        plan: of the gather over all shards.
+        secondary: what else it may be gathered from, if a part has anything.
         own_pieces: direct slots with a piece of ``gathered`` each.
         cached: whether to leave it gathered when its unit is freed.
         cache_valid: whether it is, so that a gather of the unit need not gather it.
@@ -295,7 +311,7 @@ class Bucket:
         self.gathered: Segments | None = None
         self.own_pieces: frozenset[int] = frozenset()
         self.has_own_pack = False  # whether the pack has a piece of its own, too
-        self.secondary: SecondaryShards | None = None
+        self.secondary: SecondarySource | None = None
         self.keeps_storage = False  # whether addresses must stay: captured graphs contain them
         self.cached = False
         self.cache_valid = False
@@ -327,22 +343,22 @@ class Bucket:
     def is_meta(self) -> bool:
         return self.shards.is_meta
 
-    def materialize(self, *, secondary_size: int | None = None, split: bool = False) -> None:
+    def materialize(self, *, secondary: SecondarySource | None = None, split: bool = False) -> None:
         """Make the gathered storage (without memory), the unsharded parameters and the plan.
 
         Args:
-            secondary_size: number of ranks to reshard to after forward, if there is such a setting.
+            secondary: what else to plan a gather from.
             split: give large parameters a piece of memory of their own.
         """
         self.offload_buffer: torch.Tensor | None = None
         self.gathered = None
-        self.secondary = None
+        self.secondary = secondary
         if self.aliases_shards:
             note_gathered([self.shards.untyped_storage()])
             for param, slot in zip(self.params, self.layout.slots, strict=True):
                 param.make_unsharded(_alias(self.shards, slot.shard_offset, slot.shape))
         else:
-            self._materialize_gathered(secondary_size, split)
+            self._materialize_gathered(split)
         self._note_unsharded()
 
     def _note_unsharded(self) -> None:
@@ -353,8 +369,8 @@ class Bucket:
                 self.unsharded.append((i, param.unsharded))
         self.unsharded_direct = [self.unsharded[i] for i in self.layout.direct if self.unsharded]
 
-    def _materialize_gathered(self, secondary_size: int | None, split: bool) -> None:
-        secondary, bounds = self._plan_gathered(secondary_size, split)
+    def _materialize_gathered(self, split: bool) -> None:
+        bounds = self._plan_gathered(split)
         self.gathered = Segments(bounds, self.gather_dtype, self.device)
         source = self.shards
         if self.shard_device != self.device:  # offloaded: gathers read a copy on the device
@@ -368,25 +384,19 @@ class Bucket:
             param.make_unsharded(
                 _alias(self.gathered.view(slot.full_offset, slot.full_numel), 0, slot.shape)
             )
-        if secondary is not None:
-            rank = self.rank % secondary.num_shards
-            self.secondary = SecondaryShards(secondary, rank, self.gathered)
+        if self.secondary is not None:
+            self.secondary.materialize(self.gathered)
         self.free_offload_buffer()
         self.free()  # views could be made only while there was memory
 
-    def _plan_gathered(
-        self, secondary_size: int | None, split: bool
-    ) -> tuple[BucketLayout | None, list[int]]:
-        """The layout after forward, if that is another one, and the bounds (elements) of the pieces
-        of the gathered storage."""
+    def _plan_gathered(self, split: bool) -> list[int]:
+        """The bounds (elements) of the pieces of the gathered storage."""
         layout, enough = self.layout, OWN_PIECE_MIN_BYTES // self.itemsizes[0]
         end = layout.gathered_numel
-        secondary = None
-        if secondary_size is not None:
-            secondary = secondary_layout(layout, secondary_size, itemsizes=self.itemsizes)
+        if self.secondary is not None:
             # Its pack is at the same place, and may be larger: slices that were aligned over all
             # ranks may not be over fewer, and are packed then.
-            end = max(end, secondary.gathered_numel)
+            end = max(end, self.secondary.layout.gathered_numel)
         bounds = {0, end}
         self.has_own_pack = end - layout.pack_full_offset >= enough
         if self.has_own_pack:
@@ -398,7 +408,7 @@ class Bucket:
             bounds |= {slot.full_offset, slot.full_offset + slot.full_numel}
         self.own_pieces = own
         # Parameters without elements only: one piece without elements, of which there are views.
-        return secondary, sorted(bounds) if end else [0, 0]
+        return sorted(bounds) if end else [0, 0]
 
     # -- memory -----------------------------------------------------------------------------
 
@@ -444,11 +454,8 @@ class Bucket:
 
     def forget_transports(self) -> None:
         """Other transports are going to gather it: they keep nothing yet with the plans."""
-        plans = [] if self.gathered is None else [self.plan]
-        if self.secondary is not None:
-            plans.append(self.secondary.plan)
-        for plan in plans:
-            plan.forget_transports()
+        if self.gathered is not None:
+            self.plan.forget_transports()
 
     def free_offload_buffer(self) -> None:
         if self.offload_buffer is not None:
@@ -569,47 +576,6 @@ class Bucket:
             self.grads = None
         else:
             grads.free()
-
-
-class SecondaryShards:
-    """Larger shards kept between forward and backward (``reshard_after_forward=int``).
-
-    Attributes:
-        in_full: those that these are a narrower form of, or themselves.
-    """
-
-    def __init__(self, layout: BucketLayout, rank: int, gathered: Segments) -> None:
-        self.in_full = self
-        self.layout = layout
-        self.shards = gathered.flats[0].new_empty(layout.shard_numel)
-        self.storage = self.shards.untyped_storage()
-        self.plan = GatherPlan(layout, rank, self.shards, gathered)
-        self._padded = [
-            self.shards[slot.shard_offset : slot.shard_offset + slot.shard_numel]
-            for slot in layout.slots
-        ]
-        # The parameters that are registered meanwhile: rows without padding.
-        self.locals = [
-            padded[: slot.local_numel(rank)].view(slot.local_shape(rank))
-            for padded, slot in zip(self._padded, layout.slots, strict=True)
-        ]
-        self._keep = [
-            gathered.view(slot.full_offset + rank * slot.shard_numel, slot.shard_numel)
-            for slot in layout.slots
-        ]
-        self.free()
-
-    def save(self) -> None:
-        """Copy this rank's slices out of the gathered storage, before that is freed."""
-        # On compute's stream, so that users may look at them at once. The gather in backward is
-        # ordered behind this copy by the wait for compute that every free begins with.
-        self.saved = True
-        resize(self.storage, self.shards.numel() * self.shards.itemsize)
-        torch._foreach_copy_(self._padded, self._keep)
-
-    def free(self) -> None:
-        self.saved = False
-        resize(self.storage, 0)
 
 
 def _alias(tensor: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:

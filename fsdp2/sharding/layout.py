@@ -230,7 +230,7 @@ def plan_bucket(
         # Direct shards are multiples of `align` already, except where nothing is gathered.
         shard_offset += _round_up(shard_numels[i], align if place < len(direct) else 1)
         full_offset += _round_up(full_numel, full_align)
-    return _finish(num_shards, slots, shard_offset, full_offset, align)
+    return finish_layout(num_shards, slots, shard_offset, full_offset, align)
 
 
 def direct_limit(slices: Sequence[int], num_ranks: int, num_hosts: int | None) -> int:
@@ -271,58 +271,7 @@ def direct_limit(slices: Sequence[int], num_ranks: int, num_hosts: int | None) -
     return limit
 
 
-def secondary_layout(
-    layout: BucketLayout, num_shards: int, *, itemsizes: Sequence[int]
-) -> BucketLayout:
-    """The same gathered storage cut into fewer, larger shards.
-
-    For ``reshard_after_forward=int``: after forward a rank keeps one of ``num_shards`` slices of
-    every parameter, and the gather in backward runs over that many ranks. The slots keep their
-    places in the gathered storage. Where a slice can be whole rows, as DTensors are dealt out,
-    the slot has the shape of the parameter; elsewhere (dims other than 0 that do not come out
-    even, 0-dim parameters) it is flat.
-
-    Raises:
-        ValueError: if ``num_shards`` does not divide the number of shards of ``layout``.
-    """
-    if layout.num_shards % num_shards != 0:
-        raise ValueError(f"{num_shards} shards do not divide {layout.num_shards} shards")
-    align = ALIGN_BYTES // min(ALIGN_BYTES, *itemsizes)
-    cut = [_secondary_shape(slot, num_shards) for slot in layout.slots]
-    chunks = [_chunk(shape, 0, num_shards) for shape in cut]
-    numels = [_shard_numel(*args) for args in zip(cut, [0] * len(cut), chunks, strict=True)]
-    direct = [i for i in layout.direct if numels[i] % align == 0]
-    slots: list[Slot | None] = [None] * len(numels)
-    offset = 0
-    for i in (*direct, *(i for i in range(len(numels)) if i not in direct)):
-        slots[i] = Slot(
-            shape=cut[i],
-            dim=0,
-            chunk=chunks[i],
-            shard_offset=offset,
-            shard_numel=numels[i],
-            # Its place stays: autograd has saved views of it, and backward reads through them what
-            # is gathered from the larger shards.
-            full_offset=layout.slots[i].full_offset,
-            full_numel=num_shards * numels[i],
-            direct=i in direct,
-        )
-        offset += numels[i]
-    return _finish(num_shards, slots, offset, layout.pack_full_offset, align)
-
-
-def _secondary_shape(slot: Slot, num_shards: int) -> tuple[int, ...]:
-    """The shape whose rows are dealt out; with their padding they fit into the slot's place."""
-    # They fit for dim 0 since the padding grows with the number of ranks, and fewer ranks share it
-    # now. Other dims lie in the gathered storage as the whole parameter does, in row-major order:
-    # their rows can be dealt out where that needs no padding, else only elements can.
-    whole_rows = slot.dim is not None and prod(slot.shape) == slot.full_numel
-    if slot.dim == 0 or (whole_rows and slot.shape[0] % num_shards == 0):
-        return slot.shape
-    return (slot.full_numel,)
-
-
-def _finish(
+def finish_layout(
     num_shards: int, slots: Sequence[Slot | None], shard_end: int, full_end: int, align: int
 ) -> BucketLayout:
     """Close a layout whose slots are placed: find the tail, fill up the pack, add it up."""

@@ -201,37 +201,6 @@ def _make(
     return DataParallelMesh(mesh, *of(shard_dim), *of(replicate_dim))
 
 
-def subgroup_mesh(mesh: DataParallelMesh, size: int) -> DeviceMesh:
-    """A mesh of consecutive groups of ``size`` ranks, for resharding to them after forward.
-
-    Collective over the ranks of the mesh at the first call for a size.
-    """
-    shards = mesh.shard_group
-    assert shards is not None
-    # Consecutive ranks share a node, where the gather in backward is to stay.
-    ranks = mesh.mesh.mesh.reshape(-1, size)
-    # Kept, since every mesh comes with process groups of its own; by group, as `_whole_groups`.
-    made = _subgroup_meshes.setdefault(shards, {})
-    key = (size, tuple(ranks.flatten().tolist()))
-    if key not in made:
-        row, column = (ranks == dist.get_rank()).nonzero()[0].tolist()
-        names = ("fsdp2_across", "fsdp2_within")
-        device = device_of(mesh)
-        # Nothing is ever sent across, since those ranks hold the same. But torch wants a group for
-        # every dim of a mesh; without a communicator it costs no memory on the device.
-        across = own_group(shards, device, names[0], ranks[:, column].tolist(), connect=False)
-        within = own_group(shards, device, names[1], ranks[row].tolist())
-        made[key] = DeviceMesh.from_group(
-            [across, within], mesh.device_type, mesh=ranks, mesh_dim_names=names
-        )
-    return made[key]
-
-
-_MeshKey = tuple[int, tuple[int, ...]]
-_subgroup_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[_MeshKey, DeviceMesh]]
-_subgroup_meshes = WeakKeyDictionary()
-
-
 def mesh_of_shards(mesh: DataParallelMesh) -> DeviceMesh:
     """The 1-D mesh of the ranks that together hold each parameter: of this rank alone without.
 

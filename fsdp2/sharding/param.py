@@ -7,8 +7,8 @@ that own it:
   what optimizers, ``state_dict`` and users see outside of forward and backward.
 - ``unsharded``: the tensor that forward and backward compute with, a slice of the gathered
   storage. A plain tensor, or a DTensor on the tensor-parallel mesh if the original was one.
-- ``secondary``: a DTensor over the smaller group of ``reshard_after_forward=int``; registered
-  between forward and backward only.
+- ``secondary``: what a part shows in the place of ``sharded`` between forward and backward, if it
+  shows anything.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from ..common.failures import explained
 from ..dtensor.block_shard import block_shard
-from ..dtensor.boxes import entries_per_part, strides
+from ..dtensor.boxes import entries_per_part
 from ..dtensor.from_local import dtensor_over
 from ..dtensor.placement import boxes_of
 from ..dtensor.subclasses import attach_attributes, is_wrapper, plain_gradient, user_attributes
@@ -322,20 +322,6 @@ class ShardedParam:
         if self.annotations is not None:
             attach_attributes(self.unsharded, self.annotations.attributes)
         self.manage(self.unsharded)
-
-    def make_secondary(self, local: torch.Tensor, mesh: DeviceMesh, slot: Slot) -> None:
-        """Make the DTensor that users see while the parameter is resharded to a smaller group."""
-        # None is made where those shards are not rows, which no placement could describe, and on
-        # tensor-parallel parameters, whose mesh is no part of ``mesh``. Users see the sharded one.
-        if slot.shape != self.full_shape or self.tensor_parallel is not None:
-            return
-        shape = self.sharded_spec.shape
-        stride = strides(shape)
-        spec = TensorSpec(mesh, (Replicate(), Shard(0)), shape, stride)
-        self.secondary = nn.Parameter(
-            spec.wrap(local), requires_grad=self.sharded.requires_grad and local.is_floating_point()
-        )
-        self.manage(self.secondary)
 
     def manage(self, made: nn.Parameter) -> None:
         """Let `managed_param` find this by ``made``, and not by what was made before."""

@@ -484,8 +484,7 @@ def test_what_a_copied_unit_keeps_and_what_is_made_anew() -> None:
         "in_graph",
         "dirty", "materialized", "num_plans", "incomplete", "generation", "reduce_plans",
         "_gather_batches",
-        "_reserved_tags", "_secondary_size",
-        "secondary", "_sharded", "_versioned", "_secondary_for",
+        "_reserved_tags", "_sharded", "_versioned",
         "_planned", "shown", "trains",
     }  # fmt: skip
     given = {"mesh", "device", "_config", "_registration"}

@@ -63,7 +63,8 @@ def registries() -> list[list[Any]]:
         *(registration.write_guards, registration.lenders, reduction.result_hooks),
         *(param_group.own_buckets, param.carriers, param.annotation_readers),
         *(hooks.UnitHooks.input_followers, borders.marks_in_transforms),
-        *(mesh_transports.wrappers, mesh_transports._reduce_groups, fully_shard.class_adapters),
+        *(mesh_transports.wrappers, mesh_transports._reduce_groups, mesh_transports.resharders),
+        fully_shard.class_adapters,
     ]
 
 
@@ -183,6 +184,18 @@ def test_the_kernel_trains_without_each_part() -> None:
             except Exception as error:
                 error.add_note(f"without {name_of(part)}")
                 raise
+
+
+@distributed(4)
+def test_what_needs_a_part_that_is_not_registered_says_so() -> None:
+    with with_parts(()):
+        plain = TRANSFORMER.build()
+        before = dict(plain.named_parameters())
+        with pytest.raises(
+            ValueError, match=r"reshard_after_forward=2 .*features/secondary_shards\.py"
+        ):
+            shard_case(TRANSFORMER, plain, reshard_after_forward=2)
+        assert all(param is before[name] for name, param in plain.named_parameters())
 
 
 @pytest.mark.parametrize("first", list(SETTINGS)[:-1])

@@ -428,15 +428,17 @@ def test_any_order_of_gathers_and_frees_by_hand() -> None:
     generator = random.Random(0)  # the same on every rank
     seen = set()
     for _ in range(150):
-        allowed = sorted(event for state, event in TRANSITIONS if state is unit.state)
-        event = generator.choice([*allowed, "forward", "write"])
+        allowed = {event for state, event in TRANSITIONS if state is unit.state}
+        if unit.state is State.UNSHARDED:
+            allowed.add("reshard after forward")
+        event = generator.choice([*sorted(allowed - {"keep_secondary"}), "forward", "write"])
         seen.add((unit.state, event))
         if event == "start_unshard":
             unit.start_unshard(streams)
         elif event == "wait_unshard":
             unit.wait_unshard(streams)
-        elif event == "reshard_to_secondary":
-            unit.reshard(streams, to_secondary=True)
+        elif event == "reshard after forward":
+            unit.reshard(streams, after_forward=True)
         elif event in ("reshard", "drop_secondary"):
             unit.reshard(streams)
         elif event == "free_early":
@@ -460,6 +462,7 @@ def test_any_order_of_gathers_and_frees_by_hand() -> None:
         elif unit.state in GATHERED:
             assert_same(unit.params[0].unsharded, weight, "weight")
     assert len(seen) > 12, seen
+    assert State.SECONDARY in {state for state, _ in seen}
 
 
 @distributed(4)

@@ -64,6 +64,7 @@ class Fault:
 GRADS, REDUCTION = "runtime/unit_grads.py", "runtime/reduction.py"
 UNIT, REGISTRATION, ROOT = "runtime/unit.py", "runtime/registration.py", "runtime/runtime.py"
 HOOKS, LAYOUT, BUCKET = "runtime/hooks.py", "sharding/layout.py", "sharding/bucket.py"
+SECONDARY = "features/secondary_shards.py"
 RUNS, COMPRESSED, CUSTOM = (
     "optim/flat_runs.py",
     "transports/compressed/transports.py",
@@ -241,9 +242,9 @@ FAULTS = (
     ),
     Fault(
         "larger shards of reshard_after_forward=int are not written",
-        BUCKET,
-        "        torch._foreach_copy_(self._padded, self._keep)\n",
-        "",
+        SECONDARY,
+        "        torch._foreach_copy_(self._padded, self.keep)\n",
+        "        pass\n",
         test="tests/core/test_reshard.py::test_parameters_are_kept_on_two_ranks_after_forward",
         families=("memory",),
     ),
@@ -362,9 +363,9 @@ FAULTS = (
     ),
     Fault(
         "larger shards of reshard_after_forward=int are those of another rank",
-        BUCKET,
-        "rank = self.rank % secondary.num_shards",
-        "rank = (self.rank + 1) % secondary.num_shards",
+        SECONDARY,
+        "self._rank = bucket.rank % size",
+        "self._rank = (bucket.rank + 1) % size",
         test="tests/core/test_reshard.py::test_parameters_are_kept_on_two_ranks_after_forward",
         families=("memory",),
     ),

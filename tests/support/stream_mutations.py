@@ -19,12 +19,13 @@ from fsdp2.features.deferred_weight_grads import DeferredWeightGrads
 from fsdp2.features.early_free.early_free import EarlyFree
 from fsdp2.features.early_free.references import References
 from fsdp2.features.frozen_cache import FrozenCache
+from fsdp2.features.secondary_shards import SecondaryShards, shards_of
 from fsdp2.runtime.hooks import UnitHooks
 from fsdp2.runtime.reduction import Reduction, ReductionsInFlight
 from fsdp2.runtime.runtime import Runtime
 from fsdp2.runtime.states import State
 from fsdp2.runtime.unit import Forward, Unit
-from fsdp2.sharding.bucket import Bucket, GradientStore, SecondaryShards
+from fsdp2.sharding.bucket import Bucket, GradientStore
 from fsdp2.sharding.plans import GatherPlan
 from fsdp2.testing import Kind
 from fsdp2.transports.host import messages
@@ -256,8 +257,9 @@ def _release_in_flight(self: Bucket) -> None:
 
 
 def _free_secondary(_: Unit, bucket: Bucket, *__: Any) -> None:
-    if bucket.secondary is not None and bucket.secondary.saved:
-        bucket.secondary.free()
+    shards = shards_of(bucket)
+    if shards is not None and shards.saved:
+        shards.free()
 
 
 def _finish_twice(self: Unit, streams: Any) -> None:

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdp2.features.secondary_shards import secondary_layout
 from fsdp2.sharding.layout import (
     ALIGN_BYTES,
     MAX_DIRECT,
     BucketLayout,
     plan_bucket,
-    secondary_layout,
 )
 from fsdp2.sharding.plans import ReducePlan, copy_in
 

@@ -28,7 +28,7 @@ from ...dtensor.from_local import local_of
 from ...dtensor.memory import note_gathered
 from ...dtensor.subclasses import inner_tensors, is_wrapper
 from ...runtime.param_group import own_buckets
-from ...sharding.bucket import Bucket, resize
+from ...sharding.bucket import Bucket, SecondarySource, resize
 from ...sharding.mesh import mesh_of_shards
 from ...sharding.param import EXTENSION_METHODS, is_extension
 from ...sharding.plans import GatherPlan
@@ -88,7 +88,7 @@ class ExtensionBucket(Bucket):
         self.aliases_shards = False
 
     @override
-    def materialize(self, *, secondary_size: int | None = None, split: bool = False) -> None:
+    def materialize(self, *, secondary: SecondarySource | None = None, split: bool = False) -> None:
         """Forget what earlier gathers made; the next one makes it anew."""
         # No unsharded parameter until then: only the class can make it, of what a gather brings.
         self.offload_buffer = None

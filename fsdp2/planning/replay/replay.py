@@ -41,7 +41,7 @@ from ..trace.optimizers import (
 from .device import Collective, LaunchDevice, ReplayState, StreamLaunch
 from .schedules import Action
 from .setups import Setup, shard_shape
-from .stand_ins import CountedBucket, CountedEarlyFree, CountedUnit
+from .stand_ins import CountedBucket, CountedEarlyFree, CountedReshardToGroups, CountedUnit
 
 
 @dataclass
@@ -311,7 +311,9 @@ def _set_prefetch(
 class _ReplayRuntime(Runtime):
     """The runtime, driven without autograd."""
 
-    registry = Registry(CountedEarlyFree, DeferredWeightGrads, Finalization, GatherBudget)
+    registry = Registry(
+        *(CountedReshardToGroups, CountedEarlyFree, DeferredWeightGrads, Finalization, GatherBudget)
+    )
 
     @override
     def begin_backward(self) -> None:

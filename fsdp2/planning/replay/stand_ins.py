@@ -19,15 +19,16 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from ...comm.mesh_transports import Resharder
 from ...features.early_free.early_free import EarlyFree
+from ...features.secondary_shards import ReshardToGroups, SecondaryShards, secondary_layout
 from ...policy import CommPolicy, OffloadBeyond, compute_dtype, hops_of
 from ...runtime.param_group import ParamGroup
 from ...runtime.reduction import Reduction
 from ...runtime.unit import Unit
 from ...runtime.unit_config import UnitConfig
 from ...runtime.unit_grads import UnitGrads
-from ...sharding.bucket import FREE_MIN_BYTES, Bucket
-from ...sharding.layout import BucketLayout
+from ...sharding.bucket import FREE_MIN_BYTES, Bucket, SecondarySource
 from ...sharding.mesh import DataParallelMesh
 from ...sharding.param import ShardedParam
 from ...transports.compressed.quantize import gather_row
@@ -184,16 +185,16 @@ class CountedBucket(Bucket):
         return self.layout.shard_numel * self.orig_dtype.itemsize
 
     @override
-    def materialize(self, *, secondary_size: int | None = None, split: bool = False) -> None:
+    def materialize(self, *, secondary: SecondarySource | None = None, split: bool = False) -> None:
         self.offload_buffer: Any = None
         self.gathered = None
-        self.secondary = None
+        self.secondary = secondary
         self._pieces: list[int] = []
         self._starts: list[int] = []
         self.held: list[HeldBytes | None] = []
         self._offload_held: HeldBytes | None = None
         if not self.aliases_shards:
-            layout, bounds = self._plan_gathered(secondary_size, split)
+            bounds = self._plan_gathered(split)
             size = self.gather_dtype.itemsize
             self._starts = bounds[:-1]
             self._pieces = [(stop - start) * size for start, stop in pairwise(bounds)]
@@ -201,8 +202,6 @@ class CountedBucket(Bucket):
             self.offload_buffer = True if self.shard_device != self.device else None
             self.plan: Any = CountedGather(self, self.layout, self.rank)
             self.fills_own_slices = self.offload_buffer is not None
-            if layout is not None:
-                self.secondary = _Secondary(self, layout)  # type: ignore[assignment]
         self.unsharded = list(enumerate(p.unsharded for p in self.params))  # type: ignore[misc]
         self.unsharded_direct = [self.unsharded[i] for i in self.layout.direct]
 
@@ -276,25 +275,42 @@ class CountedEarlyFree(EarlyFree):
         counted.held[counted.piece_of(i)] = None
 
 
-class _Secondary:
+class _Secondary(SecondaryShards):
     """The larger shards that stay after forward with ``reshard_after_forward=int``."""
 
-    def __init__(self, bucket: CountedBucket, layout: BucketLayout) -> None:
-        self.layout = layout
-        self.plan = CountedGather(bucket, layout, bucket.rank % layout.num_shards)
-        self.nbytes = layout.shard_numel * bucket.gather_dtype.itemsize
+    def __init__(self, bucket: Any, transports: Any, size: int) -> None:
+        transports.make_secondary(size)
+        policy = transports.policy
+        self.layout = secondary_layout(bucket.layout, size, itemsizes=bucket.itemsizes)
+        self.plan: Any = CountedGather(bucket, self.layout, bucket.rank % size)
+        self._nbytes = self.layout.shard_numel * bucket.gather_dtype.itemsize
+        if policy is not None and policy.keeps(bucket.gather_dtype):
+            self._nbytes = gather_row(self.layout, policy.secondary, policy.block).nbytes
         self._bucket = bucket
         self._held: HeldBytes | None = None
 
     @property
-    def saved(self) -> bool:
+    @override
+    def saved(self) -> bool:  # type: ignore[override]
         return self._held is not None
 
+    @override
     def save(self) -> None:
-        self._held = HeldBytes(self._bucket.replay.account, "secondary shards", self.nbytes)
+        self._held = HeldBytes(self._bucket.replay.account, "secondary shards", self._nbytes)
 
+    @override
     def free(self) -> None:
         self._held = None
+
+
+class CountedReshardToGroups(ReshardToGroups):
+    """Frees units to larger shards that only count."""
+
+    shards_type = _Secondary
+
+    @override
+    def show(self, unit: Unit) -> None:
+        pass
 
 
 class _Part(NamedTuple):
@@ -411,7 +427,6 @@ class CountedReduction(Reduction):
 class _Transports:
     """The transports of a mesh."""
 
-    secondary_mesh = None
     allocating = None
 
     def __init__(
@@ -422,7 +437,7 @@ class _Transports:
         policy: CommPolicy | None,
     ) -> None:
         self.mesh = mesh
-        self._policy = policy
+        self.policy = policy
         self._world, self._device = replay, device
         self.gather: Any = None
         self.scatter: Any = None
@@ -441,16 +456,12 @@ class _Transports:
     def _transport(self, size: int, group: str) -> Any:
         return make_counting_transport(self._world, self._device, size, group)
 
-    def make_secondary(self, size: bool | int) -> int | None:
-        """Like `mesh_transports.MeshTransports.make_secondary`."""
-        num_shards = self.mesh.num_shards
-        if type(size) is not int or size >= num_shards or num_shards % size:
-            return None
+    def make_secondary(self, size: int) -> None:
+        """Gathers within groups of ``size`` ranks."""
         self.secondary_gather = self._transport(size, "secondary")
-        if self._policy is not None and self._policy.secondary is not None:
-            policy = replace(self._policy, gather=self._policy.secondary)
+        if self.policy is not None and self.policy.secondary is not None:
+            policy = replace(self.policy, gather=self.policy.secondary)
             self.secondary_gather = CountingPolicy(self.secondary_gather, policy)
-        return size
 
 
 class CountedParamGroup(ParamGroup):
@@ -493,13 +504,9 @@ class CountedParamGroup(ParamGroup):
         self.gather_tags = self.reduce_tags = [0] * len(self.buckets)
 
     @override
-    def _narrow_secondary(self, bucket: Bucket, transports: Any) -> None:
-        policy, secondary = self._config.comm_options.policy, bucket.secondary
-        if policy is None or policy.secondary is None or secondary is None:
-            return
-        if policy.keeps(bucket.gather_dtype):
-            row = gather_row(secondary.layout, policy.secondary, policy.block)
-            cast(_Secondary, secondary).nbytes = row.nbytes
+    @staticmethod
+    def resharder(size: int) -> Resharder:
+        return CountedReshardToGroups
 
     @override
     def gather_batch(self, plans: Sequence[Any]) -> Any:
@@ -511,10 +518,6 @@ class CountedParamGroup(ParamGroup):
 
     @override
     def plan_registration(self) -> None:
-        pass
-
-    @override
-    def make_secondary(self) -> None:
         pass
 
 

@@ -16,19 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
-from typing_extensions import override
 
 from ...comm.mesh_transports import CommOptions, MeshTransports, Use, register_wrapper
 from ...comm.transports import Finish, Transport, _either, ended
 from ...policy import CommPolicy, exchanged_sum_dtype, hops_of
-from ...sharding.bucket import Bucket, SecondaryShards, resize
+from ...sharding.bucket import Bucket
 from ...sharding.mesh import DataParallelMesh
 from ...sharding.plans import GatherBatch, GatherPlan, ReducePlan, copy_in
 from ...sharding.process_groups import own_group
@@ -339,48 +337,6 @@ def _take_as_sent(
         own[part][..., i] = numbers[..., i]
 
 
-class NarrowSecondaryShards(SecondaryShards):
-    """Larger shards between forward and backward that are kept as they will be sent.
-
-    Users see the sharded parameters meanwhile: there is no tensor of these.
-    """
-
-    def __init__(self, of: SecondaryShards, policy: CommPolicy) -> None:
-        assert policy.secondary is not None
-        self.in_full = of
-        self.layout = of.layout
-        self.plan = of.plan
-        self.locals = []
-        self._row = gather_row(of.layout, policy.secondary, policy.block)
-        self.shards = torch.empty(self._row.nbytes, dtype=torch.uint8, device=of.shards.device)
-        self.storage = self.shards.untyped_storage()
-        self.plan.encoded = self.shards
-        slots, keep = of.layout.slots, of._keep
-        self._direct = [keep[i] for i in of.layout.direct]
-        self._packed = [
-            (slots[i].shard_offset - of.layout.pack_offset, keep[i]) for i in of.layout.packed
-        ]
-        self.free()
-
-    @override
-    def save(self) -> None:
-        # On compute's stream, as of those in full.
-        self.saved = True
-        resize(self.storage, self.shards.numel())
-        parts = list(self._direct)
-        if self.layout.pack_numel:
-            parts.append(self._pack())
-        self._row.encode(parts, self.shards)
-
-    def _pack(self) -> torch.Tensor:
-        pack = torch.zeros(
-            self.layout.pack_numel, dtype=self.plan.outputs[0].dtype, device=self.shards.device
-        )
-        for offset, part in self._packed:
-            pack[offset : offset + part.numel()] = part
-        return pack
-
-
 class Wire:
     """The collectives of a group that move rows of bytes.
 
@@ -472,15 +428,10 @@ def wrap(transport: Transport, use: Use, of: MeshTransports) -> Transport:
     if policy is None or (use == "secondary all-gather" and policy.secondary is None):
         return transport
     if use == "secondary all-gather":
-        of.narrow = partial(_narrow, policy)
         policy = replace(policy, gather=policy.secondary)
     elif use == "reduce-scatter":
         hops = _hops(of.mesh, of.device, policy)
     return CompressedTransport(transport, of.device, policy, hops=hops)
-
-
-def _narrow(policy: CommPolicy, full: SecondaryShards, dtype: torch.dtype) -> SecondaryShards:
-    return NarrowSecondaryShards(full, policy) if policy.keeps(dtype) else full
 
 
 def reduce_groups(
