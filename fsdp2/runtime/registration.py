@@ -62,9 +62,9 @@ def put(given: Iterable[Given]) -> None:
         parameters[name] = value
 
 
-# Assignments of users after sharding are refused, since the next forward would overwrite them. But
-# who is asked here with the unit's first module, a parameter and what is in all its places may say
-# that it is there for one forward, and will be taken out again.
+# Assignments of users after sharding are refused, since the next forward would overwrite them,
+# unless one of these says that a tensor is there for one forward only. They are called with the
+# first module of the unit, a parameter, and what all of its places hold.
 lenders: list[Callable[[nn.Module, ShardedParam, object], bool]] = []
 
 
