@@ -7,12 +7,12 @@ Python function per event, which keeps nothing that it could look up afterwards.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self, cast
 
 from typing_extensions import override
 
 from ..comm.transports import Finish, Transport, done
-from ..features.secondary_shards import shards_of
+from ..features.secondary_shards import SecondaryShards
 from ..runtime.events import TreePart
 from ..runtime.reduction import Reduction
 from ..runtime.runtime import Runtime
@@ -124,9 +124,8 @@ class UnitTap:
             if bucket.gathered is not None:
                 for storage in bucket.gathered.storages:
                     gathered += storage.nbytes()
-            larger = shards_of(bucket)
-            if larger is not None:
-                secondary += larger.nbytes
+            if bucket.secondary is not None:
+                secondary += cast(SecondaryShards, bucket.secondary).nbytes
             if bucket.partial is not None:
                 unreduced += bucket.partial.nbytes
         log, parts = self.log, (shards, grads, gathered, secondary, unreduced)

@@ -297,8 +297,8 @@ class ParamGroup:
 
     def gather_batch(self, plans: Sequence[GatherPlan]) -> GatherBatch:
         """The gathers of several buckets over the same ranks, as one batch that is made once."""
-        # Which plans come together varies: a cached bucket sits a gather out, and secondary shards
-        # have a plan of their own.
+        # Which plans come together varies: a cached bucket sits a gather out, and a
+        # `SecondarySource` has a plan of its own.
         key = tuple(plans)
         batch = self._gather_batches.get(key)
         if batch is None:

@@ -130,7 +130,7 @@ class Registration:
             slow = self._slow[kind] = []
             for module, name, param in owners:
                 value = getattr(param, kind)
-                # On meshes without smaller groups users see the sharded parameter after forward.
+                # Where a part shows nothing else, users see the sharded parameter after forward.
                 if value is None and kind == "secondary":
                     value = param.sharded
                 if value is None:
