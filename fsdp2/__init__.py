@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from . import optim, wrap
     from .api.deterministic import deterministic
     from .api.full_state import full_state_dict, iter_full_tensors, load_full_state_dict
-    from .api.fully_shard import fully_shard, replicate
+    from .api.fully_shard import fully_shard
     from .api.functions import register_fsdp_forward_method, share_comm_ctx
     from .api.initialization import broadcast_replicas, init_on_whole_tensors, materialize
     from .api.merging import merge_units
     from .api.module import FSDPModule, UnshardHandle
+    from .api.replicate import replicate
     from .api.shard_model import Sharding, shard_model
     from .batches import split_batch
     from .describe.explain import explain
@@ -177,7 +178,7 @@ _HOME = {
     "profile": "profiling",
     "register_cost": "planning",
     "register_fsdp_forward_method": "api.functions",
-    "replicate": "api.fully_shard",
+    "replicate": "api.replicate",
     "shard_model": "api.shard_model",
     "share_comm_ctx": "api.functions",
     "split_batch": "batches",

@@ -5,7 +5,7 @@ The kernel knows none of them: each registers itself where it is imported.
 
 from torch import nn
 
-from .api import comm_settings, library_methods, torch_errors
+from .api import comm_settings, library_methods, no_sync, torch_errors
 from .api.module import add_methods
 from .features import (
     deferred_weight_grads,
@@ -67,6 +67,8 @@ class PartMethods(nn.Module):
     )
     set_symm_mem_for_comm = comm_settings.set_symm_mem_for_comm
     set_reduce_scatter_unused_params = unused_parameters.set_reduce_scatter_unused_params
+    # What is reduced.
+    no_sync = no_sync.no_sync
     # What stays gathered, and for how long.
     set_max_gathered_bytes = gather_budget.set_max_gathered_bytes
     set_keep_frozen_gathered = frozen_cache.set_keep_frozen_gathered

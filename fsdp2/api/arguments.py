@@ -14,6 +14,8 @@ from torch.nn.parameter import is_lazy
 
 from ..comm.transports import check_backend
 from ..common.classes import original_class
+from ..dtensor.boxes import entries_per_part
+from ..dtensor.placement import boxes_of
 from ..runtime.unit import Unit, unit_holding, unit_of, units_in
 from ..sharding.mesh import DataParallelMesh, device_of
 from ..sharding.param import ShardedParam, managed_as
@@ -289,3 +291,30 @@ def warn_of_other_meshes(unit: Unit, tops: Iterable[nn.Module]) -> None:
             stacklevel=4,
         )
         return
+
+
+def check_whole_blocks(param: ShardedParam, granularity: int) -> None:
+    """Check that tensor parallelism leaves no rank a part of a block of ``granularity`` rows.
+
+    Raises:
+        ValueError: if it does.
+    """
+    others, dim, num = param.tensor_parallel, param.dim, param.mesh.num_shards
+    if granularity == 1 or others is None or dim is None or param.mesh.shard_group is None:
+        return
+    # Of all ranks' parts, which may differ in size: an error on some of them only would leave the
+    # others waiting.
+    boxes = boxes_of(tuple(others.shape), tuple(others.mesh.shape), others.placements)
+    parts = {(box.start[dim], box.shape[dim]) for box in boxes if box.shape[dim]}
+    if len(parts) < 2 or all(
+        start % granularity == 0
+        and entries_per_part(size, num, granularity) == entries_per_part(size, num)
+        for start, size in parts
+    ):
+        return
+    raise ValueError(
+        f"Parameter '{param.fqn}' of shape {tuple(others.shape)} cannot have shards of "
+        f"{granularity} rows: tensor parallelism cuts dim {dim} as well, into parts that begin "
+        f"at {sorted(start for start, _ in parts)} and do not divide among {num} ranks where "
+        "blocks end. Let shard_granularity return 1 for it, or shard_placement_fn another dim"
+    )

@@ -1,10 +1,10 @@
-"""`fully_shard`, `replicate`: check arguments, find parameters, make the unit, install hooks."""
+"""`fully_shard`: check arguments, find parameters, make the unit, install hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, TypedDict, TypeVar, Unpack, cast, overload
+from typing import Any, TypedDict, Unpack, cast, overload
 from weakref import WeakValueDictionary
 
 import torch
@@ -34,6 +34,7 @@ from .arguments import (
     check_direct_min_bytes,
     check_modules_are_free,
     check_parameter,
+    check_whole_blocks,
     checked_device,
     checked_granularity,
     checked_ignored,
@@ -49,9 +50,6 @@ from .torch_compat import TorchFSDPModule, is_replicated, publish_state, state_o
 
 PlacementFn = Callable[[nn.Parameter], Shard | Replicate | ShardPlacementResult | None]
 Granularity = int | Callable[[nn.Parameter], int] | None
-
-
-M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
 
 class _ShardOptions(TypedDict, total=False):
@@ -149,7 +147,7 @@ def fully_shard(
     granularity = checked_granularity(shard_granularity)
     dp_mesh = resolve_mesh(mesh, dp_mesh_dims)
     reshard = checked_reshard(reshard_after_forward, dp_mesh)
-    _make_unit(
+    make_unit(
         modules,
         dp_mesh,
         ignored,
@@ -169,77 +167,7 @@ def fully_shard(
 fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
-def replicate(
-    module: M,
-    *,
-    mesh: DeviceMesh | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
-    offload_policy: OffloadPolicy | None = OffloadPolicy(),  # noqa: B008 (has no state)
-    ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: DataParallelMeshDims | None = None,
-    comm_policy: CommPolicy | None = None,
-) -> M:
-    """Keep the parameters of ``module`` whole on every rank, and all-reduce their gradients.
-
-    Data parallelism as in DDP, for units that are better left unsharded: small ones, whose gathers
-    cost more than the memory they save, or ones that are called very often. The unit mixes freely
-    with units of `fully_shard` in one model, above, below or alongside them. Nothing is gathered,
-    and its gradients are all-reduced in backward, overlapped with the computation of other units.
-    The parameters are DTensors with ``Replicate()`` on the same mesh as the sharded units, so that
-    optimizers and gradient clipping see one mesh.
-
-    The name and the arguments are those of ``torch.distributed._composable.replicate_with_fsdp``,
-    where ``mesh`` must be 1-D. To replicate single parameters of a sharded unit, return
-    ``Replicate()`` from its ``shard_placement_fn``.
-
-    Args:
-        module: the module, or a list of modules that form one unit.
-        mesh: 1-D, or 2-D as for HSDP: gradients are averaged over all of its ranks. None: all
-            ranks of the default process group.
-        mp_policy: dtypes for computation, reduction and outputs.
-        offload_policy: ``CPUOffloadPolicy()`` keeps parameters, gradients and optimizer on the
-            CPU.
-        ignored_params: parameters to leave alone.
-        dp_mesh_dims: names the data-parallel dims of a ``mesh`` that has other dims too.
-        comm_policy: send gradients in fewer bytes. None: in full.
-
-    Returns:
-        ``module`` itself; its class is now a subclass of `FSDPModule`, its names are unchanged.
-
-    Raises:
-        ValueError: for a mesh that cannot be used, dims to shard over in ``dp_mesh_dims``, or a
-            module that is already sharded or replicated, or has no forward.
-        TypeError: for arguments of the wrong type.
-
-    Example:
-        >>> for block in model.blocks:
-        ...     fully_shard(block, mesh=mesh)
-        >>> replicate(model.norm, mesh=mesh)
-        >>> fully_shard(model, mesh=mesh)
-    """
-    if dp_mesh_dims is not None and dp_mesh_dims.shard_names:
-        raise ValueError(
-            "replicate() with dp_mesh_dims requires replicate-only dims, got shard="
-            f"{dp_mesh_dims.shard!r}: name them in replicate=..., or use fully_shard() for sharding"
-        )
-    modules = checked_modules(module, "replicate")
-    ignored = checked_ignored(ignored_params)
-    _make_unit(
-        modules,
-        replicated(resolve_mesh(mesh, dp_mesh_dims)),
-        ignored,
-        None,
-        lambda param, name: 1,
-        UnitConfig(
-            mp_policy,
-            adopt_offload_policy(offload_policy),
-            comm_options=CommOptions(policy=comm_policy),
-        ),
-    )
-    return module
-
-
-def _make_unit(
+def make_unit(
     modules: tuple[nn.Module, ...],
     mesh: DataParallelMesh,
     ignored: set[nn.Parameter],
@@ -394,7 +322,9 @@ def _find_parameters(
         fqn = f"{names[module]}.{name}" if names[module] else name
         mesh, dim = _placement(shard_placement_fn, param, fqn, unit.mesh)
         check_parameter(param, fqn, module, mesh)
-        managed = ShardedParam(param, places, mesh, dim, fqn, granularity(param, fqn))
+        rows = granularity(param, fqn)
+        managed = ShardedParam(param, places, mesh, dim, fqn, rows)
+        check_whole_blocks(managed, rows)
         found.append(_Found(param, managed, earlier))
     return found
 

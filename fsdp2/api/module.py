@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,51 +131,6 @@ class FSDPModule(_Base):
         """
         for unit in self._units(recurse):
             unit.config.set_accumulate_sharded(accumulate_sharded)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Context in which backward accumulates gradients without reducing them.
-
-        For all but the last micro-batch. Sets `set_requires_gradient_sync` to False and restores
-        the earlier setting on exit. Only backward must run inside; forward may run outside.
-        Parameters are gathered as usual.
-
-        Raises:
-            RuntimeError: if this module is not the root: the gradients of the rest of the model
-                would be reduced. (`set_requires_gradient_sync` allows that.)
-
-        Warns:
-            UserWarning: if no backward ran inside, so that nothing was accumulated.
-
-        Example:
-            >>> for micro_batch in batch[:-1]:
-            ...     with model.no_sync():
-            ...         (loss_of(model, micro_batch) / len(batch)).backward()
-            >>> (loss_of(model, batch[-1]) / len(batch)).backward()
-        """
-        unit, runtime = self._unit_and_runtime()
-        if runtime.root is not unit:
-            raise RuntimeError(
-                f"no_sync() was called on '{unit.name}', which is part of the sharded "
-                f"'{runtime.root.name}': the gradients of the rest would be reduced. Call it on "
-                "that module, or use set_requires_gradient_sync(False) if this is intended"
-            )
-        # Per unit, since a program may have turned sync off for some of them.
-        restore = [each.config.keep_sync() for each in self._units(recurse=True)]
-        num_backwards = runtime.num_backwards
-        self.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            for call in restore:
-                call()
-        # A root around this one that ran inside has made a runtime of its own, which counts anew.
-        if runtime.num_backwards == num_backwards and unit.runtime is runtime:
-            warnings.warn(
-                "No backward ran inside no_sync(): gradients of a backward that runs after it are "
-                "reduced as always. Put loss.backward() inside",
-                stacklevel=3,
-            )
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward all-reduces gradients over replicas (2-D mesh).

@@ -54,8 +54,9 @@ from ..policy import (
 from ..runtime.unit import unit_of
 from ..sharding.mesh import default_mesh, resolve_mesh
 from ..wrap import UnitDescription, units_of
-from .fully_shard import Granularity, PlacementFn, fully_shard, replicate
+from .fully_shard import Granularity, PlacementFn, fully_shard
 from .module import FSDPModule
+from .replicate import replicate
 
 M = TypeVar("M", bound=nn.Module)
 ReshardChoice = bool | int | Callable[[UnitDescription], bool | int | None] | None

@@ -107,13 +107,3 @@ class UnitConfig:
         """Whether backwards without gradient sync reduce-scatter too."""
         self.accumulate_sharded = accumulate_sharded
         self.reduce_grads = self.sync_grads or accumulate_sharded
-
-    def keep_sync(self) -> Callable[[], None]:
-        """A function that restores what `set_sync` changes."""
-        before = (self.sync_grads, self.all_reduce_grads, self.reshard_after_backward)
-
-        def restore() -> None:
-            self.sync_grads, self.all_reduce_grads, self.reshard_after_backward = before
-            self.reduce_grads = self.sync_grads or self.accumulate_sharded
-
-        return restore

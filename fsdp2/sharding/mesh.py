@@ -201,28 +201,6 @@ def _make(
     return DataParallelMesh(mesh, *of(shard_dim), *of(replicate_dim))
 
 
-def mesh_of_shards(mesh: DataParallelMesh) -> DeviceMesh:
-    """The 1-D mesh of the ranks that together hold each parameter: of this rank alone without.
-
-    Collective over the ranks of the mesh at the first call where parameters are not sharded.
-    """
-    if mesh.shard_group is not None:
-        if mesh.mesh.ndim == 1 or mesh.mesh.mesh_dim_names is None:
-            return mesh.mesh
-        return mesh.mesh[mesh.mesh.mesh_dim_names[-1]]
-    # No dim of the user's mesh is of one rank. Tensor subclasses go by this mesh: torchao's NF4
-    # multiplies its rows by the size.
-    beside = mesh.replicate_group
-    assert beside is not None
-    if beside not in _single_meshes:
-        group = own_group(beside, device_of(mesh), "fsdp2_alone", [dist.get_rank()], connect=False)
-        _single_meshes[beside] = DeviceMesh.from_group(group, mesh.device_type)
-    return _single_meshes[beside]
-
-
-_single_meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
-
-
 def device_of(mesh: DataParallelMesh) -> torch.device:
     """The device of this rank that the mesh computes on."""
     return current_device(mesh.device_type)

@@ -30,7 +30,6 @@ from ..common.failures import explained
 from ..dtensor.block_shard import block_shard
 from ..dtensor.boxes import entries_per_part
 from ..dtensor.from_local import dtensor_over
-from ..dtensor.placement import boxes_of
 from ..dtensor.subclasses import attach_attributes, is_wrapper, plain_gradient, user_attributes
 from ..policy import compute_dtype
 from .layout import Slot
@@ -194,7 +193,7 @@ class ShardedParam:
                 f"Shard dim {dim} is invalid for {whole.ndim}D tensor"
             )
         self.dim: int | None = dim % whole.ndim if whole.ndim else None
-        self.granularity = self._checked_granularity(granularity)
+        self.granularity = self._needed_granularity(granularity)
         others = self.tensor_parallel
         if others is not None and others.data_parallel:
             others = others.without_data_parallel(self.fqn)
@@ -214,35 +213,13 @@ class ShardedParam:
         self.secondary: nn.Parameter | None = None
         self._found_by: set[int] = set()  # keys of `_managed`
 
-    def _checked_granularity(self, granularity: int) -> int:
+    def _needed_granularity(self, granularity: int) -> int:
         """1 if shards are the same without: then placements are those of torch's FSDP2."""
-        if self.dim is None or self.mesh.shard_group is None or granularity == 1:
+        if self.dim is None or self.mesh.shard_group is None:
             return 1
-        if self.tensor_parallel is not None:
-            self._check_tensor_parallel_blocks(granularity, self.tensor_parallel, self.dim)
         size, num = self.full_shape[self.dim], self.mesh.num_shards
         same = entries_per_part(size, num, granularity) == entries_per_part(size, num)
         return 1 if same else granularity
-
-    def _check_tensor_parallel_blocks(self, granularity: int, others: TensorSpec, dim: int) -> None:
-        """Raises ValueError if tensor parallelism leaves any rank a part of a block."""
-        # Of all ranks' parts, which may differ in size: an error on some of them only would leave
-        # the others waiting.
-        boxes = boxes_of(tuple(others.shape), tuple(others.mesh.shape), others.placements)
-        parts = {(box.start[dim], box.shape[dim]) for box in boxes if box.shape[dim]}
-        num = self.mesh.num_shards
-        if len(parts) < 2 or all(
-            start % granularity == 0
-            and entries_per_part(size, num, granularity) == entries_per_part(size, num)
-            for start, size in parts
-        ):
-            return
-        raise ValueError(
-            f"Parameter '{self.fqn}' of shape {tuple(others.shape)} cannot have shards of "
-            f"{granularity} rows: tensor parallelism cuts dim {dim} as well, into parts that begin "
-            f"at {sorted(start for start, _ in parts)} and do not divide among {num} ranks where "
-            "blocks end. Let shard_granularity return 1 for it, or shard_placement_fn another dim"
-        )
 
     @property
     def padded_numel(self) -> int:

@@ -226,6 +226,7 @@ METHODS: dict[str, tuple[str, tuple[Any, ...]]] = {
 OF_KERNEL = {
     "set_all_reduce_hook",
     "load_state_dict",  # with a hint in its errors
+    "no_sync",
     "set_force_sum_reduction_for_comms",
     "set_reduce_scatter_max_input_buffers",
     "set_separate_reduce_scatter_group",

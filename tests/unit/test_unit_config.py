@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
+from fsdp2.api.no_sync import keep_sync
 from fsdp2.runtime.unit_config import UnitConfig
 
 
@@ -19,7 +20,7 @@ def test_a_backward_reduces_with_sync_or_where_gradients_accumulate_sharded() ->
             config.set_sync(sync)
         assert config.reduce_grads == (sync or sharded)
         assert replace(config).reduce_grads == (sync or sharded)
-        restore = config.keep_sync()
+        restore = keep_sync(config)
         config.set_sync(not sync)
         assert config.reduce_grads == (not sync or sharded)
         restore()

@@ -18,9 +18,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DeviceMesh
 from typing_extensions import override
 
 from ...comm.transports import sum_together
@@ -29,9 +31,10 @@ from ...dtensor.memory import note_gathered
 from ...dtensor.subclasses import inner_tensors, is_wrapper
 from ...runtime.param_group import own_buckets
 from ...sharding.bucket import Bucket, SecondarySource, resize
-from ...sharding.mesh import mesh_of_shards
+from ...sharding.mesh import DataParallelMesh, device_of
 from ...sharding.param import EXTENSION_METHODS, is_extension
 from ...sharding.plans import GatherPlan
+from ...sharding.process_groups import own_group
 from .tensor_subclass import contiguous_strides, own_shard, write_into
 
 # A message needs a tag of its own. Tags are reserved before the first gather, and that first tells
@@ -141,7 +144,7 @@ class ExtensionBucket(Bucket):
                 "mp_policy)"
             )
         self._takes_mesh_only = num == 1
-        self._shard_mesh = mesh_of_shards(self.mesh)
+        self._shard_mesh = _mesh_of_shards(self.mesh)
         release = getattr(
             local, "fsdp_should_release_all_gather_outputs_after_post_all_gather", None
         )
@@ -417,5 +420,26 @@ def _with_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     padded[: tensor.shape[0]].copy_(tensor)
     return padded
 
+
+def _mesh_of_shards(mesh: DataParallelMesh) -> DeviceMesh:
+    """The 1-D mesh of the ranks that together hold each parameter: of this rank alone without.
+
+    Collective over the ranks of the mesh at the first call where parameters are not sharded.
+    """
+    if mesh.shard_group is not None:
+        if mesh.mesh.ndim == 1 or mesh.mesh.mesh_dim_names is None:
+            return mesh.mesh
+        return mesh.mesh[mesh.mesh.mesh_dim_names[-1]]
+    # No dim of the user's mesh is of one rank. Tensor subclasses go by this mesh: torchao's NF4
+    # multiplies its rows by the size.
+    beside = mesh.replicate_group
+    assert beside is not None
+    if beside not in _single_meshes:
+        group = own_group(beside, device_of(mesh), "fsdp2_alone", [dist.get_rank()], connect=False)
+        _single_meshes[beside] = DeviceMesh.from_group(group, mesh.device_type)
+    return _single_meshes[beside]
+
+
+_single_meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 
 own_buckets.append(ExtensionBucket)
