@@ -108,7 +108,7 @@ def _check_between_steps(units: Sequence[Unit], runtimes: Sequence[Runtime]) -> 
                 f"merge_units was called between forward and backward of unit '{unit.name}': call "
                 "it before a forward, and drop outputs whose backward will not run"
             )
-        if unit.gradients.are_left():
+        if unit.gradients.has_unreduced():
             raise RuntimeError(
                 f"merge_units was called while unit '{unit.name}' holds gradients of micro-batches "
                 "that are not reduced: call it between steps"

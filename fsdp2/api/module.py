@@ -83,7 +83,7 @@ class FSDPModule(_Base):
         if unit.runtime is not None:
             for tell in runtime_of(unit).on.before_user_reshards:
                 tell(unit)
-            unit.param_group.take_freezing()
+            unit.param_group.adopt_user_freezing()
             runtime_of(unit).reshard(unit)
 
     # -- settings ---------------------------------------------------------------------------
@@ -285,7 +285,7 @@ class FSDPModule(_Base):
             if not set_to_none:
                 runtime.before_zero_grad()
         for unit in units:
-            if unit.gradients.earlier_are_left():
+            if unit.gradients.has_unreduced_from_before():
                 runtime_of(unit).drop_gradients(unit)
             # What modules hold now may be unsharded: ``parameters()``, which the method of
             # `nn.Module` walks, would miss the gradients that the optimizer reads.
@@ -315,7 +315,7 @@ class FSDPModule(_Base):
             runtime.reshard(unit)
         # ``nn.Module._apply`` casts gradients with their parameters, and loses a ``grad_dtype``
         # that a user set: both are taken off and put back.
-        unit.param_group.note_grad_dtypes()
+        unit.param_group.adopt_grad_dtypes()
         kept = unit.param_group.detach_gradients()
         for tell in registry.on.before_apply:
             tell(unit, fn, own_modules(self, recurse))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.transports import backend_name, take_tags
+from ..comm.transports import backend_name, reserve_tags
 from ..common.failures import explained
 from ..common.memory import current_device
 from ..dtensor.placement import this_rank
@@ -36,7 +36,7 @@ class P2PBatch:
             self.ranks = tuple(dist.get_process_group_ranks(self.group))
             # Above those that units use, of which gathers may be in flight. None are reserved:
             # `finish` waits for all, so the next unit or batch may use the same ones.
-            self._first_tag = take_tags([self.group], 0)
+            self._first_tag = reserve_tags([self.group], 0)
             self._open()
         self._posted: list[dist.P2POp] = []
         self._numbers: Counter[tuple[int, int]] = Counter()

@@ -148,7 +148,7 @@ class DeviceStreams(Streams):
     @override
     def before_free(self) -> None:
         # This wait is also the rate limiter: the gather of unit i+1, issued after unit i-1 was
-        # freed, runs beside unit i and not earlier.
+        # freed, runs next to unit i and not earlier.
         self.gather.wait_stream(self.compute)
 
     @override
@@ -237,7 +237,7 @@ def simulating(module: Any) -> Iterator[None]:
 
 
 def streams_for(device: torch.device) -> Streams:
-    """The streams for ``device`` beside the one that computes now: the same at every call.
+    """The streams for ``device`` next to the one that computes now: the same at every call.
 
     Models that compute on different streams may run side by side, each rank in its own order, and
     share nothing.

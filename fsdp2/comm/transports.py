@@ -152,7 +152,7 @@ def separate_group(
     return _separate_groups[group]
 
 
-def take_tags(groups: Sequence[dist.ProcessGroup], count: int, owner: object = None) -> int:
+def reserve_tags(groups: Sequence[dist.ProcessGroup], count: int, owner: object = None) -> int:
     """Reserve ``count`` message tags in all of ``groups``, and return the first.
 
     Args:
@@ -169,8 +169,8 @@ def take_tags(groups: Sequence[dist.ProcessGroup], count: int, owner: object = N
     return start
 
 
-def give_back_tags(groups: Sequence[dist.ProcessGroup], start: int) -> None:
-    """Undo `take_tags` that gave ``start``, and all later ones: nothing was sent with them."""
+def release_tags(groups: Sequence[dist.ProcessGroup], start: int) -> None:
+    """Undo `reserve_tags` that gave ``start``, and all later ones: nothing was sent with them."""
     # Ranks that disagreed about a model have taken different numbers of tags for it. A corrected
     # model in the same processes would otherwise wait for messages with the wrong tags.
     for group in groups:

@@ -102,7 +102,7 @@ def at_address(address: int, numel: int, like: torch.Tensor) -> torch.Tensor:
 _gathered: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
 
-def note_gathered(storages: Iterable[torch.UntypedStorage]) -> None:
+def record_gathered(storages: Iterable[torch.UntypedStorage]) -> None:
     """From now on `is_gathered` is true of them; they are not held here."""
     _gathered.update(storages)
 

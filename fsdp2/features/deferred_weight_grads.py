@@ -34,7 +34,7 @@ class DeferredWeightGrads(TreePart):
 
     def reduce(self, unit: Unit) -> None:
         """Reduce, or add up in the dtype of the reduction, what no hook has seen."""
-        if unit.is_read_outside and unit.gradients.has_whole():
+        if unit.is_read_outside and unit.gradients.has_unsharded():
             # Other ranks may have none: they meet at the end of the next backward with a reduction.
             self.runtime.reduce(unit, keep=unit.config.reduce_unused)
 

@@ -130,14 +130,14 @@ class GatherBudget(TreePart):
 
     # -- counting ---------------------------------------------------------------------------
 
-    def held(self, *, beside: Unit | None = None) -> dict[Unit, int]:
-        """The bytes of each unit that holds any, beside one; oldest gather first."""
+    def held(self, *, excluding: Unit | None = None) -> dict[Unit, int]:
+        """The bytes of each unit that holds any, ``excluding`` one; oldest gather first."""
         gathered = self._gathered
         for unit in [unit for unit in gathered if unit.state in RESHARDED]:
             del gathered[unit]
-        found = {unit: bytes_of(unit.buckets) for unit in gathered if unit is not beside}
+        found = {unit: bytes_of(unit.buckets) for unit in gathered if unit is not excluding}
         for unit in self._caching:
-            if unit not in found and unit is not beside:
+            if unit not in found and unit is not excluding:
                 cached = bytes_of(bucket for bucket in unit.buckets if bucket.cache_valid)
                 if cached:
                     found[unit] = cached
@@ -147,7 +147,7 @@ class GatherBudget(TreePart):
         """Whether ``unit`` can be gathered without freeing anything."""
         if unit.param_group.dirty or not unit.param_group.materialized:
             return False  # how large it will be is known when it is planned
-        total = sum(self.held(beside=unit).values())
+        total = sum(self.held(excluding=unit).values())
         return total + bytes_of(unit.buckets) <= self.max_bytes
 
     # -- making room ------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class GatherBudget(TreePart):
         self._gathered[unit] = None
 
     def _free_until(self, limit: int, needed: Unit | None) -> None:
-        held = self.held(beside=needed)
+        held = self.held(excluding=needed)
         total = sum(held.values())
         if total > limit:
             for unit in self._candidates(held, needed):

@@ -127,7 +127,7 @@ def _replace_sharded(
     for carry in carriers:
         carry(new, param.sharded, param)
     param.manage(param.sharded)
-    param.note_grad_dtype(new)
+    param.adopt_grad_dtype(new)
     param.set_grad_dtype(param.sharded)
 
 

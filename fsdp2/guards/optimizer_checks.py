@@ -95,7 +95,7 @@ def _check_unpatched(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         _check_gathered(optimizer, group)
     computed = sharded_among(p for group in optimizer.param_groups for p in group["params"])
-    wait = any(unit.gradients.earlier_are_left() for tree in _trees for unit in tree.units)
+    wait = any(unit.gradients.has_unreduced_from_before() for tree in _trees for unit in tree.units)
     if computed and not wait and all(param.sharded.grad is None for param, _ in computed):
         warnings.warn(  # no error: a step before any backward is legal
             f"No sharded parameter of this {type(optimizer).__name__} has a gradient, from "

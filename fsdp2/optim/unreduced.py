@@ -29,7 +29,7 @@ def warn_of_unreduced(trees: Iterable[Any], optimizer: Optimizer) -> None:
     waiting = [
         param
         for unit in units
-        if unit.gradients.earlier_are_left()
+        if unit.gradients.has_unreduced_from_before()
         for param in _waiting_in(unit)
         if param.sharded.grad is None
     ]

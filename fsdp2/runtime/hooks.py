@@ -263,7 +263,7 @@ class UnitHooks:
         # without `inputs`, in which alone it allows reentrant checkpoints, accumulates everything;
         # the nodes of what is in such a checkpoint are those of another run, inside this one.
         everything = Variable._execution_engine.is_checkpoint_valid()
-        accumulates = everything or unit.gradients.are_accumulated()
+        accumulates = everything or unit.gradients.will_accumulate()
         runtime.pre_backward(unit, forward, accumulates=accumulates)
 
     def leave_backward(self, grads: Sequence[torch.Tensor | None] = ()) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..comm.mesh_transports import CommOptions, MeshTransports, make_groups, resharder
-from ..comm.transports import give_back_tags, take_tags
+from ..comm.transports import release_tags, reserve_tags
 from ..dtensor.from_local import local_of
 from ..dtensor.subclasses import inner_tensors
 from ..policy import MixedPrecisionPolicy, OffloadBeyond, param_dtype_of, sum_dtype
@@ -196,7 +196,7 @@ class ParamGroup:
             for (mesh, gather_dtype, _, _, _, alone), params in groups.items()
         ]
         for bucket in self.buckets if partial else ():
-            bucket.take_over_partial(partial)
+            bucket.adopt_partial(partial)
         self.keep_storage(config.keep_unsharded_storage)
         self._forget_plans()
 
@@ -225,11 +225,11 @@ class ParamGroup:
             for t in inner_tensors(p.local)
         ]
 
-    def note_grad_dtypes(self) -> None:
+    def adopt_grad_dtypes(self) -> None:
         """Take over a ``grad_dtype`` that users set on sharded parameters before the first use."""
         before = [(p.grad_dtype_is_set, p.grad_dtype) for p in self.params]
         for param in self.params:
-            param.note_grad_dtype(param.sharded)
+            param.adopt_grad_dtype(param.sharded)
         self.dirty |= before != [(p.grad_dtype_is_set, p.grad_dtype) for p in self.params]
 
     def detach_gradients(self) -> list[tuple[ShardedParam, torch.Tensor]]:
@@ -325,16 +325,16 @@ class ParamGroup:
 
     # -- what the first gather needs --------------------------------------------------------
 
-    def settle(self) -> None:
+    def apply_pending_changes(self) -> None:
         """Plan again what users have changed since the buckets were made."""
-        self.note_grad_dtypes()
+        self.adopt_grad_dtypes()
         if self.dirty or _mixes_frozen(self.buckets):
             self.reshard_storage()
 
     def materialize(self, *, reshard_to: bool | int, split: bool) -> None:
         """Make what is needed from the first gather on: transports, gathered storages, views.
 
-        After `settle`.
+        After `apply_pending_changes`.
 
         Args:
             reshard_to: as of ``reshard_after_forward``: a number of ranks, or all of them.
@@ -390,16 +390,16 @@ class ParamGroup:
             # and new tags would have to be taken by all ranks together.
             kinds = (_own_bucket(p) if p.extension else Bucket for p in self.params)
             count = 2 + 2 * sum(kind.max_messages for kind in kinds)
-            first = take_tags(self._groups(), count * max(1, len(self.params)), self)
+            first = reserve_tags(self._groups(), count * max(1, len(self.params)), self)
             self._reserved_tags = (first, count)
         first, count = self._reserved_tags
         self.gather_tags = [first + count * i for i in range(len(self.buckets))]
         self.reduce_tags = [tag + count // 2 for tag in self.gather_tags]
 
-    def give_back_tags(self) -> None:
+    def release_tags(self) -> None:
         """Return the message tags, as if there had been no gather; the next takes new ones."""
         if self._reserved_tags[0] >= 0:
-            give_back_tags(self._groups(), self._reserved_tags[0])
+            release_tags(self._groups(), self._reserved_tags[0])
         self._reserved_tags = (-1, 0)
         self.materialized = False
 
@@ -411,7 +411,7 @@ class ParamGroup:
 
     def plan_registration(self) -> None:
         """Make the lists over the present parameters, here and in the registration."""
-        if self.take_freezing():
+        if self.adopt_user_freezing():
             self.generation += 1
         self._registration.plan(self.params)
         self._sharded = [p.sharded for p in self.params]
@@ -441,7 +441,7 @@ class ParamGroup:
         if tuple(map(requires_grad_of, self.shown)) == self.trains:
             return False
         in_graph = self.in_graph
-        self.take_freezing()
+        self.adopt_user_freezing()
         self._show_freezing()
         # Hooks were registered on what was trained before: they are registered again. Not now, as
         # the graph is that of before: the next forward sees a change as well.
@@ -451,7 +451,7 @@ class ParamGroup:
             self.generation += 1
         return True
 
-    def take_freezing(self) -> bool:
+    def adopt_user_freezing(self) -> bool:
         """Freeze and thaw sharded parameters as users did with those that modules show instead.
 
         Returns:

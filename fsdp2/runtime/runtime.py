@@ -164,7 +164,7 @@ class Runtime(Followed):
         So does what was frozen or thawed while it was gathered: gathers look at that.
         """
         if unit.state is not State.SHARDED and (
-            unit.param_group.take_freezing() or unit.is_stale()
+            unit.param_group.adopt_user_freezing() or unit.is_stale()
         ):
             unit.reshard(self.streams)
         for ask in self.on.before_reuse:
@@ -441,7 +441,7 @@ class Runtime(Followed):
             if leave:
                 self.reduce(unit, keep=True)
             else:
-                if gradients.are_left() or (config.reduce_unused and not unit.reduced):
+                if gradients.has_unreduced() or (config.reduce_unused and not unit.reduced):
                     group = unit.param_group
                     if unit.state in RESHARDED and (group.dirty or not group.materialized):
                         unit.plan_anew(self.streams)  # no forward of it has, since a change
@@ -536,7 +536,7 @@ class Runtime(Followed):
                 unit.name
                 for unit in self.units
                 if not discard
-                and (self.backward.adds_to_reductions or unit.gradients.earlier_are_left())
+                and (self.backward.adds_to_reductions or unit.gradients.has_unreduced_from_before())
                 and unit.param_group.params
             ]
             with self.streams.ending(self.backward.stream):
@@ -553,7 +553,7 @@ class Runtime(Followed):
         self.reductions.complete(self.streams)
         for unit in self.units:
             if unit.state is not State.SHARDED:
-                unit.param_group.take_freezing()  # done since, to what is gathered
+                unit.param_group.adopt_user_freezing()  # done since, to what is gathered
             unit.reshard(self.streams)
             unit.drop_cache(self.streams)
             unit.backward_began = False

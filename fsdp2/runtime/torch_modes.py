@@ -2,7 +2,7 @@
 
 torch.compile traces what it sees; ``torch.func`` transforms wrap tensors; selective activation
 checkpointing caches results of operations and returns them in the recomputation; ``spmd_types``
-checks the types of operands. None of them may see what a hook does beside the user's computation:
+checks the types of operands. None of them may see what hooks do:
 gather, free, wait.
 """
 

@@ -221,7 +221,7 @@ class Unit:
     def materialize(self, streams: Streams) -> None:
         """Make everything that gathers need, before the first one."""
         group = self.param_group
-        group.settle()  # on compute: it may copy shards
+        group.apply_pending_changes()  # on compute: it may copy shards
         # No kernel runs here. But views are made of memory, which then stays in the pool of the
         # stream that it was allocated on: gathers use it next.
         with streams.gathering():

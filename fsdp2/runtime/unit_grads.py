@@ -50,7 +50,7 @@ class UnitGrads:
 
     # -- is there anything? -----------------------------------------------------------------
 
-    def has_whole(self) -> bool:
+    def has_unsharded(self) -> bool:
         """Whether there are gradients that no reduction has taken."""
         # A loop: this runs in every backward, and a generator costs a frame per item.
         for param in self._param_group.unsharded:
@@ -58,7 +58,7 @@ class UnitGrads:
                 return True
         return False
 
-    def are_accumulated(self) -> bool | None:
+    def will_accumulate(self) -> bool | None:
         """Whether the run of autograd in progress, which was asked for inputs, accumulates any
         gradient of this unit.
 
@@ -83,15 +83,15 @@ class UnitGrads:
                 answer = False
         return answer
 
-    def are_left(self) -> bool:
+    def has_unreduced(self) -> bool:
         """Whether anything is left to reduce, including sums that wait for an all-reduce."""
-        if self.has_whole():
+        if self.has_unsharded():
             return True
         return any(map(_partial_of, self._param_group.buckets))
 
-    def earlier_are_left(self) -> bool:
+    def has_unreduced_from_before(self) -> bool:
         """Whether earlier backwards left gradients that are in no ``.grad`` yet."""
-        return (self.holds_earlier or self.holds_partial_sums) and self.are_left()
+        return (self.holds_earlier or self.holds_partial_sums) and self.has_unreduced()
 
     # -- taking and keeping -----------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import torch
 
 from ..common.pinned import pinned_arena
 from ..dtensor.boxes import strides
-from ..dtensor.memory import Pack, note_gathered, storage_slice, with_own_storage
+from ..dtensor.memory import Pack, record_gathered, storage_slice, with_own_storage
 from ..policy import MixedPrecisionPolicy, wire_dtype
 from .layout import BucketLayout, Slot, plan_bucket
 from .mesh import DataParallelMesh
@@ -62,7 +62,7 @@ class Segments:
             for start, stop in pairwise(bounds)
         ]
         self.storages = [flat.untyped_storage() for flat in self.flats]
-        note_gathered(self.storages)
+        record_gathered(self.storages)
         self.sizes = [flat.nbytes for flat in self.flats]
         self.nbytes = sum(self.sizes)
 
@@ -88,12 +88,12 @@ class Segments:
 
 
 class SharedMemory(Protocol):
-    """Where the shards of a bucket are, if that is beside those of others."""
+    """Memory that the shards of a bucket share with those of other buckets."""
 
     def gradients(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Memory for its gradients, with a storage of its own; None: it needs some by itself."""
 
-    def note(self, dtensors: Sequence[torch.Tensor]) -> None:
+    def adopt(self, dtensors: Sequence[torch.Tensor]) -> None:
         """Take the gradients of which that is the memory."""
 
 
@@ -162,7 +162,7 @@ class GradientStore(Pack):
         if place is None:
             self.publish()
         else:  # one pack, of all neighbours; before references to the gradients are counted
-            place.note(self.dtensors)
+            place.adopt(self.dtensors)
         self._baseline = self._references(range(len(self.locals)))
         self._storage_uses = self._count_storage_uses()
 
@@ -315,7 +315,7 @@ class Bucket:
         self.keeps_storage = False  # whether addresses must stay: captured graphs contain them
         self.cached = False
         self.cache_valid = False
-        self.place: SharedMemory | None = None  # beside other buckets, if an optimizer asked for it
+        self.place: SharedMemory | None = None  # with other buckets, if an optimizer asked for it
 
     # -- sharding ---------------------------------------------------------------------------
 
@@ -354,7 +354,7 @@ class Bucket:
         self.gathered = None
         self.secondary = secondary
         if self.aliases_shards:
-            note_gathered([self.shards.untyped_storage()])
+            record_gathered([self.shards.untyped_storage()])
             for param, slot in zip(self.params, self.layout.slots, strict=True):
                 param.make_unsharded(_alias(self.shards, slot.shard_offset, slot.shape))
         else:
@@ -516,7 +516,7 @@ class Bucket:
         """For sums that are to wait for an all-reduce; on compute's stream."""
         return torch.zeros(self.layout.shard_numel, dtype=dtype, device=self.device)
 
-    def take_over_partial(self, parts: Mapping[ShardedParam, torch.Tensor]) -> None:
+    def adopt_partial(self, parts: Mapping[ShardedParam, torch.Tensor]) -> None:
         """Wait on with such sums of buckets in whose place this one is."""
         for i, (param, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
             part = parts.get(param)
@@ -551,7 +551,7 @@ class Bucket:
             place = self.place
             flat = None if place is None else place.gradients(dtype)
             if flat is not None:
-                pass  # beside those of other buckets
+                pass  # next to those of other buckets
             elif self.pin_memory:
                 # A storage of its own, as the block is shared: references to it are counted here.
                 flat = with_own_storage(pinned_arena(self.device).zeros(numel, dtype))

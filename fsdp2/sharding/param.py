@@ -186,7 +186,7 @@ class ShardedParam:
         self.param_dtype: torch.dtype | None = None  # of the mixed-precision policy
         self.grad_dtype_is_set = False
         self.grad_dtype: torch.dtype | None = None  # if set; None: whatever autograd makes
-        self.note_grad_dtype(original)
+        self.adopt_grad_dtype(original)
         if whole.ndim and not -whole.ndim <= dim < whole.ndim:
             raise ValueError(
                 f"Cannot shard parameter '{self.fqn}' of shape {self.full_shape} on dim {dim}: "
@@ -241,7 +241,7 @@ class ShardedParam:
         others = self.tensor_parallel
         return others is not None and len(others.data_parallel) < others.mesh.ndim
 
-    def note_grad_dtype(self, param: torch.Tensor) -> None:
+    def adopt_grad_dtype(self, param: torch.Tensor) -> None:
         """Take over ``param.grad_dtype`` if a user set it. It cannot be unset any more."""
         with torch._C.DisableTorchFunctionSubclass():
             if sets_grad_dtype(param):

@@ -1,13 +1,13 @@
-"""Process groups of the library: each made beside one of the user's, with its backend and options.
+"""Process groups of the library: each is made from one of the user's, with its backend and options.
 
 ``torch.distributed.new_group`` will not do. Under ``init_process_group(device_id=...)`` it splits
 the communicator of the default group, and every rank of the *world* must take part in that: called
 on a sub-mesh or by one pipeline stage, it hangs. Its names come from counters that all ranks must
-advance together, and it ignores the timeout, the backend and the options of the group beside it.
+advance together, and it ignores the timeout, the backend and the options of its parent.
 
 `own_group` makes groups in two ways, and both are collective over the ranks concerned only:
 
-- *split*: on an accelerator, the communicator of the group beside it is split, if its backend can.
+- *split*: on an accelerator, the communicator of the parent is split, if its backend can.
   All of that group's ranks call. That is quick at any size, since that communicator is connected
   before. And each rank knows from its own group which of the two ways the others take.
 - *fresh*: a new rendezvous of the ranks at the store, without any split.
@@ -39,31 +39,31 @@ _CONNECTED = ("gloo", "fake", "mpi")
 
 
 def own_group(
-    beside: dist.ProcessGroup,
+    parent: dist.ProcessGroup,
     device: torch.device,
     purpose: str,
     ranks: Sequence[int] | None = None,
     *,
     connect: bool = True,
 ) -> dist.ProcessGroup:
-    """A new group with a communicator of its own; backend, options and timeout are ``beside``'s.
+    """A new group with a communicator of its own; backend, options and timeout are ``parent``'s.
 
-    Collective over ``ranks``. If they are a subset of the ranks of ``beside``, all ranks of
-    ``beside`` call, each for its own subset. The group serves ``device`` only.
+    Collective over ``ranks``. If they are a subset of the ranks of ``parent``, all ranks of
+    ``parent`` call, each for its own subset. The group serves ``device`` only.
 
     Args:
-        beside: a group of which this rank is a member.
+        parent: a group of which this rank is a member.
         purpose: part of the group's name, and its description.
-        ranks: global ranks, in the order of their numbers in the group; None: those of ``beside``.
+        ranks: global ranks, in the order of their numbers in the group; None: those of ``parent``.
         connect: make the communicator now, before memory is scarce, and not at the first use.
     """
-    theirs = dist.get_process_group_ranks(beside)
+    theirs = dist.get_process_group_ranks(parent)
     chosen = tuple(theirs if ranks is None else ranks)
     with explained(f"making the process group '{purpose}'", chosen):
-        if connect and set(chosen) <= set(theirs) and _splits(beside, device):
-            group = _split(beside, device, purpose, [theirs.index(rank) for rank in chosen])
+        if connect and set(chosen) <= set(theirs) and _splits(parent, device):
+            group = _split(parent, device, purpose, [theirs.index(rank) for rank in chosen])
         else:
-            group = _fresh(beside, device, purpose, chosen, connect)
+            group = _fresh(parent, device, purpose, chosen, connect)
         c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(chosen)}
         if connect:
             connect_group(group, device)
@@ -135,30 +135,30 @@ def _splits(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def _split(
-    beside: dist.ProcessGroup, device: torch.device, purpose: str, numbers: Sequence[int]
+    parent: dist.ProcessGroup, device: torch.device, purpose: str, numbers: Sequence[int]
 ) -> dist.ProcessGroup:
     # NCCL can only split a communicator that is there, and may deadlock if operations on it are
     # outstanding.
-    connect_group(beside, device)
+    connect_group(parent, device)
     torch.get_device_module(device).synchronize(device)
-    options = _options(beside, device)
+    options = _options(parent, device)
     only: dict[str, Any] = {"device_types": [torch.device(device.type)]}
-    ranks = [dist.get_global_rank(beside, number) for number in numbers]
-    group = beside.split_group(
+    ranks = [dist.get_global_rank(parent, number) for number in numbers]
+    group = parent.split_group(
         list(numbers),
-        timeout=timeout_of(beside, device),
+        timeout=timeout_of(parent, device),
         opts=options,
         group_name=_name(purpose, ranks),  # type: ignore[arg-type]
         group_desc=purpose,
-        **(only if len(beside._device_types) > 1 else {}),
+        **(only if len(parent._device_types) > 1 else {}),
     )
     assert group is not None
     # ``ProcessGroup.split_group`` tells torch's registry nothing. From here on it is what
     # ``torch.distributed`` looks up for a group: backend and store, the name by which functional
     # collectives find it, and the tags that ``destroy_process_group`` goes by.
-    group.bound_device_id = beside.bound_device_id
+    group.bound_device_id = parent.bound_device_id
     world = c10d._world
-    backend = _backend_names(beside, device)
+    backend = _backend_names(parent, device)
     world.pg_map[group] = (backend, group.get_group_store())
     world.pg_names[group] = group.group_name
     world.pg_backend_config[group] = backend
@@ -173,15 +173,15 @@ def _split(
 
 
 def _fresh(
-    beside: dist.ProcessGroup,
+    parent: dist.ProcessGroup,
     device: torch.device,
     purpose: str,
     ranks: Sequence[int],
     connect: bool,
 ) -> dist.ProcessGroup:
-    options = _options(beside, device)
+    options = _options(parent, device)
     if hasattr(options, "split_from"):
-        # They are a copy of `beside`'s, which may itself be split: NCCL would split that again.
+        # They are a copy of `parent`'s, which may itself be split: NCCL would split that again.
         options.split_from = None
     with _without_binding() as bound:
         at_once = connect and bound is not None and bound.type == device.type
@@ -189,11 +189,11 @@ def _fresh(
             len(ranks),
             ranks.index(dist.get_rank()),
             list(ranks),
-            _backend_names(beside, device),
+            _backend_names(parent, device),
             c10d._get_default_store(),
             _name(purpose, ranks),  # type: ignore[arg-type]
             backend_options=options,
-            timeout=timeout_of(beside, device),
+            timeout=timeout_of(parent, device),
             device_id=bound if at_once else None,
             group_desc=purpose,
         )

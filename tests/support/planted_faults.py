@@ -420,7 +420,7 @@ FAULTS = (
     Fault(
         "a copy of what was frozen while gathered trains",
         "api/deepcopy.py",
-        "    unit.param_group.take_freezing()  # done to what is gathered\n",
+        "    unit.param_group.adopt_user_freezing()  # done to what is gathered\n",
         "",
         test="tests/core/test_programs.py::test_found_programs",
         families=("freezing", "models"),

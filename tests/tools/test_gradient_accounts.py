@@ -65,7 +65,7 @@ def take_and_forget() -> Any:
 
 def forget_to_take() -> Any:
     """No reduction ever sees the gradients of one unit, and nobody looks for them."""
-    take, left = UnitGrads.take, UnitGrads.are_left
+    take, left = UnitGrads.take, UnitGrads.has_unreduced
 
     def blind(self: UnitGrads, **kwargs: Any) -> Any:
         return (
@@ -77,7 +77,7 @@ def forget_to_take() -> Any:
 
     both = contextlib.ExitStack()
     both.enter_context(mock.patch.object(UnitGrads, "take", blind))
-    both.enter_context(mock.patch.object(UnitGrads, "are_left", nothing_left))
+    both.enter_context(mock.patch.object(UnitGrads, "has_unreduced", nothing_left))
     return both
 
 

@@ -157,7 +157,7 @@ def test_pipelines_reach_what_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None
         seen["gathered apart"] += deferred and before is not unit.state
 
     def counted_reduce(self: DeferredWeightGrads, unit: Unit) -> None:
-        there = unit.is_read_outside and unit.gradients.has_whole()
+        there = unit.is_read_outside and unit.gradients.has_unsharded()
         reduce(self, unit)
         seen["reduced" if unit.config.reduce_grads else "added up"] += there
 

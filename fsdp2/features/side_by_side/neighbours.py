@@ -69,7 +69,7 @@ class Neighbours(Pack):
         start, stop = self._bounds[i]
         return with_own_storage(self._grads[start:stop])
 
-    def note(self, i: int, dtensors: Sequence[torch.Tensor]) -> None:
+    def adopt(self, i: int, dtensors: Sequence[torch.Tensor]) -> None:
         """Take the gradients of bucket ``i``; kept even when they are left to a user.
 
         (Others know them by their ids, which must not be given out again.)
@@ -90,8 +90,8 @@ class Place(NamedTuple):
     def gradients(self, dtype: torch.dtype) -> torch.Tensor | None:
         return self.neighbours.gradients(self.i, dtype)
 
-    def note(self, dtensors: Sequence[torch.Tensor]) -> None:
-        self.neighbours.note(self.i, dtensors)
+    def adopt(self, dtensors: Sequence[torch.Tensor]) -> None:
+        self.neighbours.adopt(self.i, dtensors)
 
 
 _NONE = torch.empty(0, device="meta")

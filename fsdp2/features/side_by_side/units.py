@@ -31,7 +31,7 @@ def place_side_by_side(units: Sequence[Unit], asked: set[int]) -> None:
         if asked.isdisjoint(id(param.sharded) for param in group.params):
             continue
         if not group.materialized:  # else gathers read the shards where they are
-            group.settle()
+            group.apply_pending_changes()
             for bucket in filter(_may_move, group.buckets):
                 kind = (bucket.shard_device, bucket.orig_dtype, bucket.grad_dtype)
                 kinds.setdefault(kind, []).append(bucket)

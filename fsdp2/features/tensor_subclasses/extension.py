@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from ...comm.transports import sum_together
 from ...dtensor.from_local import local_of
-from ...dtensor.memory import note_gathered
+from ...dtensor.memory import record_gathered
 from ...dtensor.subclasses import inner_tensors, is_wrapper
 from ...runtime.param_group import own_buckets
 from ...sharding.bucket import Bucket, SecondarySource, resize
@@ -372,7 +372,7 @@ class ExtensionBucket(Bucket):
         mine = {_key(t): t for given in buffers for t in inner_tensors(given)}
         self._storages = [t.untyped_storage() for key, t in mine.items() if key not in of_shard]
         self._sizes = [storage.nbytes() for storage in self._storages]
-        note_gathered(self._storages)
+        record_gathered(self._storages)
         self._written = list(owned)
         param.make_unsharded(whole)
         self.is_made = True

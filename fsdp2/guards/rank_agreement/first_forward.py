@@ -112,7 +112,7 @@ class FirstForward(TreePart):
             # in the same processes begins with equal ones.
             for unit in self._units:
                 if unit.state is State.SHARDED:
-                    unit.param_group.give_back_tags()
+                    unit.param_group.release_tags()
             raise
         # Now that ranks are known to have the same groups, and are all here.
         for unit in self._units:

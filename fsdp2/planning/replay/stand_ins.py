@@ -492,7 +492,7 @@ class CountedParamGroup(ParamGroup):
         return 1 if group is None else self.replay.topology.ring(group).num_nodes
 
     @override
-    def take_freezing(self) -> bool:
+    def adopt_user_freezing(self) -> bool:
         """Nobody freezes anything here."""
         return False
 
@@ -513,7 +513,7 @@ class CountedParamGroup(ParamGroup):
         return CountedGatherBatch(plans)
 
     @override
-    def note_grad_dtypes(self) -> None:
+    def adopt_grad_dtypes(self) -> None:
         pass
 
     @override
