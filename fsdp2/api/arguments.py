@@ -300,7 +300,7 @@ def check_whole_blocks(param: ShardedParam, granularity: int) -> None:
         ValueError: if it does.
     """
     others, dim, num = param.tensor_parallel, param.dim, param.mesh.num_shards
-    if granularity == 1 or others is None or dim is None or param.mesh.shard_group is None:
+    if others is None or dim is None or param.mesh.shard_group is None:
         return
     # Of all ranks' parts, which may differ in size: an error on some of them only would leave the
     # others waiting.

@@ -324,7 +324,8 @@ def _find_parameters(
         check_parameter(param, fqn, module, mesh)
         rows = granularity(param, fqn)
         managed = ShardedParam(param, places, mesh, dim, fqn, rows)
-        check_whole_blocks(managed, rows)
+        if rows > 1:
+            check_whole_blocks(managed, rows)
         found.append(_Found(param, managed, earlier))
     return found
 

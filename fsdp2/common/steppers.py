@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @dataclass(eq=False)
-class Backward:
+class SteppedBackward:
     """One backward in which parameters are stepped.
 
     Attributes:
@@ -33,7 +33,7 @@ class Stepper(Protocol):
         params: Sequence[Tensor],
         names: Sequence[str],
         wait: Callable[[], None],
-        backward: Backward,
+        backward: SteppedBackward,
     ) -> int:
         """Begin to step parameters whose gradients do not change any more.
 
@@ -45,17 +45,17 @@ class Stepper(Protocol):
             How many are being stepped.
         """
 
-    def drop_gradients(self, backward: Backward) -> list[Tensor]:
+    def drop_gradients(self, backward: SteppedBackward) -> list[Tensor]:
         """Let go of gradients that no step reads any more, if the optimizer is to free them.
 
         Returns:
             Their parameters, each once.
         """
 
-    def is_stepping(self, backward: Backward) -> bool:
+    def is_stepping(self, backward: SteppedBackward) -> bool:
         """Whether ``step()`` has yet to finish steps that were begun in ``backward``."""
 
-    def abandon(self, backward: Backward) -> list[str]:
+    def abandon(self, backward: SteppedBackward) -> list[str]:
         """After a backward that failed: wait for the thread, and forget what it has stepped.
 
         Returns:

@@ -27,7 +27,7 @@ from weakref import WeakSet
 from typing_extensions import override
 
 from ..common.steppers import (
-    Backward,
+    SteppedBackward,
     Stepper,
     call_at_first,
     not_stepped,
@@ -50,7 +50,7 @@ class EarlySteps(TreePart):
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime)
-        self._backward = Backward()
+        self._backward = SteppedBackward()
         self._launched: WeakSet[Reduction] = WeakSet()  # in this backward
         self._completed: dict[ShardedParam, int] = {}  # how many of these are complete
         self._expected: dict[ShardedParam, int] = {}  # the most of them in earlier iterations
@@ -74,7 +74,7 @@ class EarlySteps(TreePart):
         """
         if self._begun and self._are_pending(list(self._begun)):
             raise not_stepped("A backward ran")
-        self._backward = Backward()
+        self._backward = SteppedBackward()
         self._launched = WeakSet()
         self._completed, self._stepped, self._dropped = {}, [], set()
 

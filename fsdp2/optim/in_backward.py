@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..common.classes import original_class
-from ..common.steppers import Backward, Stepper, not_stepped, partly_stepped, register
+from ..common.steppers import SteppedBackward, Stepper, not_stepped, partly_stepped, register
 from ..dtensor.parts import local_part
 from .local import LocalView, Stand, elementwise_trial, step_in, step_with, steps_with
 from .stepping import (
@@ -184,7 +184,7 @@ class BackwardSteps(Stepper):
         params: Sequence[Tensor],
         names: Sequence[str],
         wait: Callable[[], None],
-        backward: Backward,
+        backward: SteppedBackward,
     ) -> int:
         """As `Stepper.begin`."""
         optimizer = self._optimizer()
@@ -224,7 +224,7 @@ class BackwardSteps(Stepper):
         return self._seen[id(stand.param)]
 
     @override
-    def drop_gradients(self, backward: Backward) -> list[Tensor]:
+    def drop_gradients(self, backward: SteppedBackward) -> list[Tensor]:
         """As `Stepper.drop_gradients`."""
         if not self._frees:
             return []
@@ -237,7 +237,7 @@ class BackwardSteps(Stepper):
         return optimizer is not None and vars(optimizer)[KEPT][_FREES]
 
     @override
-    def is_stepping(self, backward: Backward) -> bool:
+    def is_stepping(self, backward: SteppedBackward) -> bool:
         """As `Stepper.is_stepping`."""
         return any(part.backward is backward for part in self._parts)
 
@@ -270,7 +270,7 @@ class BackwardSteps(Stepper):
             raise
 
     @override
-    def abandon(self, backward: Backward) -> list[str]:
+    def abandon(self, backward: SteppedBackward) -> list[str]:
         """As `Stepper.abandon`."""
         parts = [part for part in self._parts if part.backward is backward]
         for part in parts:
@@ -377,7 +377,7 @@ class _Part:
         optimizer: Optimizer,
         begun: list[_Begun],
         state_of: Callable[[Stand, dict[Any, Any] | None], dict[Any, Any]],
-        backward: Backward,
+        backward: SteppedBackward,
     ) -> None:
         self.begun = begun
         self.backward = backward

@@ -26,7 +26,7 @@ def made(*names: str) -> tuple[Any, dict[str, Any]]:
 
 def run(schedule: Any, units: dict[str, Any], order: str) -> list[str]:
     """A forward of ``units`` in this order; what was expected after each began."""
-    schedule.begin_root(units[order[0]])
+    schedule.begin_root(units[order[0]], leads_to_backward=True)
     found = []
     for name in order:
         schedule.begin(units[name])

@@ -33,7 +33,7 @@ TO_OTHER_THINGS = {
     "records of their own": "features/steps_in_backward.py planning/hardware/measure.py "
     "planning/trace/allocator.py planning/simulation/schedule.py planning/trace/tracing.py",
     "`UnitGrads.local_gradient`, where a part may put its own": "features/partial_gradients.py",
-    "a reduction's transports, see `TreePart.reductions_launched`": "profiling/taps.py",
+    "contexts of autograd functions": "features/transforms.py",
 }
 
 
