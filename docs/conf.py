@@ -55,9 +55,9 @@ ALIASES = {"nn": "torch.nn", "dist": "torch.distributed"}
 NOT_PUBLIC = {
     "T": "the type of the optimizer that a function takes and returns",
     "M": "the type of the module, or list of modules, that a function takes and returns",
-    "Cut": "what `Layout.cut` makes for `run_whole`",
+    "MeshCut": "what `Layout.cut` makes for `run_whole`",
     "Candidate": "the settings of an `Outcome`; its text says them",
-    "Launch": "an event of a plan; the picture shows it",
+    "StreamLaunch": "an event of a plan; the picture shows it",
     "Span": "the same, with its time",
     "Recording": "the events of a profile; `Measures` has what they add up to",
     "_Memory": "what `Recorder.memory` gives for its own methods",
