@@ -19,7 +19,6 @@ from .registration import put
 from .runtime import Runtime, runtime_of
 from .unit import Unit, unit_of, units_in
 
-Place = tuple[nn.Module, str]
 # The last of these are the classes of the units and runtimes that are made: `fsdp2.testing` adds
 # its own, which record what they do.
 made_types: list[tuple[type[Unit], type[Runtime]]] = [(Unit, Runtime)]

@@ -8,8 +8,8 @@ hook 25 nanoseconds.
 There are two kinds. A `UnitPart` is one object per process, and hears of units from their making
 on, and keeps what it knows of one in `Unit.of_parts`: in a weak dictionary, values that lead to
 parameters, their modules and so to the unit would keep it alive. A `TreePart` is made with the
-runtime of a tree, and hears of its steps. Events pass units, and no parameters: a reference would
-keep memory alive, and those to parameters are counted.
+runtime of a tree, and hears of its steps. Events of a step pass no unsharded parameters: a
+reference would keep memory alive, and references to them are counted.
 """
 
 from __future__ import annotations
@@ -105,15 +105,15 @@ class TreePart:
         is told inside of the torch modes and transforms of the caller."""
 
     def forward_computed(self, unit: Unit) -> None:
-        """That module has its output, and nothing was freed yet. Who hears this hears of all
-        modules of a unit: otherwise, those between its first and last may leave out their hooks."""
+        """A module of ``unit`` has its output, and nothing was freed yet. Who hears this hears of
+        all modules of a unit: else those between its first and last may leave out their hooks."""
 
     def forward_ends(self, unit: Unit, forward: Forward | None) -> None:
         """It was freed, or kept, after ``forward``; None: one without a graph."""
 
     def unit_kept(self, unit: Unit, forward: Forward | None) -> None:
-        """``unit`` stays gathered after ``forward``, which has a graph; None: after another one,
-        after its backward or the end of all of it."""
+        """``unit`` stays gathered and registered after ``forward``, which has a graph; None: after
+        another one, after its backward or the end of all of it."""
 
     def gather_requested(self, unit: Unit) -> None:
         """Before anything else of a gather."""
@@ -122,8 +122,8 @@ class TreePart:
         """Storages of ``unit`` are about to be made, which takes their memory for a moment."""
 
     def planned(self, unit: Unit) -> None:
-        """``unit`` has other storages now, or others of its parameters are frozen. When the tree is
-        built, this is told of its root alone."""
+        """``unit`` has other storages now, other unsharded parameters, or others of its parameters
+        are frozen. When the tree is built, this is told of its root alone."""
 
     def before_gather(self, unit: Unit) -> None:
         """``unit`` is planned, and its gathered storage is about to get memory."""

@@ -129,7 +129,11 @@ class Reduction:
             return
         # On compute's stream, as gradients are its to free; and before `in_flight` counts this
         # reduction, since one on its way hides references of users (see `referenced_outside`).
-        self._choose_output()
+        try:
+            self._choose_output()
+        except BaseException:  # out of memory: nothing of it is on its way, for `discard` to end
+            self._event, self._advanced = streams.reduced(), True
+            raise
         self.bucket.in_flight |= self.covered
         with streams.reducing():
             try:
@@ -490,7 +494,7 @@ class ReductionsInFlight:
         return len(self._launched)
 
     def __bool__(self) -> bool:
-        """Whether backwards of this iteration have launched any, complete or not."""
+        """Whether any are in flight, or have attached a ``.grad`` in this iteration."""
         return bool(self._launched or self.attached)
 
     def launch(

@@ -161,7 +161,7 @@ class Runtime(Followed):
     def free_written(self, unit: Unit) -> None:
         """Free what was gathered before its shards were written: it has to be gathered again.
 
-        So does what was frozen or thawed while it was gathered: gathers look at that.
+        Also if parameters were frozen or unfrozen while it was gathered, which changes a gather.
         """
         if unit.state is not State.SHARDED and (
             unit.param_group.adopt_user_freezing() or unit.is_stale()
@@ -433,8 +433,8 @@ class Runtime(Followed):
         if self.ends_iteration:
             # What waits for an all-reduce is known only when sums over shards are there.
             self.reductions.start_all_reduces(self.streams)
-        # In the order of the tree, and not of autograd: what no hook has seen has no order of its
-        # own that all ranks would know.
+        # In reverse tree order, and not in that of autograd: what no hook has seen has no order of
+        # its own that all ranks would know.
         for unit in reversed(self.units):
             config, gradients = unit.config, unit.gradients
             leave = self.held_open and config.sync_grads
@@ -462,8 +462,8 @@ class Runtime(Followed):
         for tell in self.on.iteration_ends:
             tell()
         if self.backward.creates_graph:
-            for refuse in self.on.graph_created:
-                refuse()
+            for tell_created in self.on.graph_created:
+                tell_created()
         self.schedule.end_iteration()
 
     def free_units(self) -> None:
@@ -481,7 +481,7 @@ class Runtime(Followed):
                     unit.wait_unshard(self.streams)  # or the optimizer would overtake it
                 for tell in self.on.unit_kept:
                     tell(unit, None)
-            if backward.creates_graph and unit.config.reshard_after_backward and not unit.running:
+            if backward.creates_graph and unit.config.reshard_after_backward:
                 unit.register_sharded()
         self.synchronize()
 
@@ -556,7 +556,7 @@ class Runtime(Followed):
                 unit.param_group.adopt_user_freezing()  # done since, to what is gathered
             unit.reshard(self.streams)
             unit.drop_cache(self.streams)
-            unit.backward_began = False
+            unit.backward_began = unit.reduced = False
             unit.forwards.clear()
             unit.running = 0
         self.synchronize()

@@ -4,10 +4,10 @@ the policies that follow from it: what to gather ahead, and what stays gathered.
 The order of the last forward predicts the next one. Backward may run at any time and in pieces:
 inside the loss, inside another forward, for inputs now and for weights later, for one micro-batch
 while others wait. So the number of backwards says nothing about what is left. Every forward of a
-unit leaves a `Forward`. Only the hooks on its outputs hold it, and the forwards that ended after
-it: it lives as long as backward may reach one of these.
+unit leaves a `Forward`. The hooks on its outputs hold it, the forwards that ended after it, and,
+until the pass ends, the schedule: it lives as long as backward may reach one of these.
 
-Nothing here knows torch. All ranks have to gather alike, so what is gathered follows from program
+Nothing here imports torch. All ranks have to gather alike, so what is gathered follows from program
 order, which they share, and from where backward has been. Whether a graph still exists is known to
 one rank only: a rank that keeps a loss to look at it would gather what the others do not.
 """

@@ -1,11 +1,4 @@
-"""The states of a communication unit: where its parameters are.
-
-`TRANSITIONS` is the whole table::
-
-    SHARDED, SECONDARY --start_unshard--> GATHERING --wait_unshard--> UNSHARDED, PARTLY_FREED
-        ^                                                                    |
-        +------------------------------ reshard -----------------------------+
-"""
+"""The states of a communication unit: where its parameters are. `TRANSITIONS` has all changes."""
 
 from __future__ import annotations
 

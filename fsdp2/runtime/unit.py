@@ -194,7 +194,7 @@ class Unit:
         self.is_read_outside = False  # what is gathered, where no hook is called
         self.has_graph = False  # the forward that ended last
         self.recomputes_all = False  # forward without gradients, recomputed whole in backward
-        self.reduced = False  # whether this backward has reduced anything of this unit
+        self.reduced = False  # whether this iteration has reduced anything of this unit
 
     def __deepcopy__(self, memo: dict) -> Registration:
         """Only of a module inside: `deepcopy` puts copies of whole units into ``memo`` before."""
@@ -343,6 +343,7 @@ class Unit:
         # owns their memory.
         for index in gathering:
             bucket = param_group.buckets[index]
+            bucket.cache_valid = bucket.cached  # not where a launch raised: it has to be gathered
             if bucket.offload_buffer is not None:
                 bucket.free_offload_buffer()
 
@@ -360,7 +361,6 @@ class Unit:
         Returns:
             The transport and the plan of the gather; None twice if there is nothing to gather.
         """
-        bucket.cache_valid = bucket.cached
         if bucket.aliases_shards or not bucket.layout.gathered_numel:
             return None, None
         if transports.allocating is None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.runtime.reduction import Reduction
+from fsdp2.runtime.unit import units_in
 from gathers import bytes_held, counting
 from harness import cached_mesh, distributed, ours_only
 from models import Case, LoraLinear, children, normal_batch
@@ -369,3 +370,18 @@ def test_training_at_every_setting() -> None:
 def test_a_negative_number_of_bytes() -> None:
     with pytest.raises(ValueError, match="max_bytes must not be negative, got -1"):
         FSDPModule.set_keep_frozen_gathered(nn.Linear(2, 2), -1)  # type: ignore[arg-type]
+
+
+@distributed(2)
+def test_what_a_gather_that_raised_has_not_gathered_is_not_kept() -> None:
+    """A user who catches the error and goes on gets what a gather brings, and not new memory."""
+    model, plain = pair(ADAPTERS)
+    model.set_keep_frozen_gathered(10**6)
+    train(model, plain, range(1))
+    frozen: Any = model.get_submodule("2")
+    frozen.reshard()
+    (transports,) = units_in(frozen)[0].param_group.transports
+    failing = mock.patch.object(transports.gather, "all_gather", side_effect=RuntimeError("down"))
+    with failing, pytest.raises(RuntimeError, match="down"):
+        frozen.unshard()
+    train(model, plain, range(1, 3))

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from fsdp2 import FSDPModule, MixedPrecisionPolicy
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp2.sharding.bucket import Bucket
 from harness import cached_mesh, cpu_only, distributed, ours_only
 from models import Case, normal_batch
 from reference import (
@@ -424,3 +425,55 @@ def test_gradients_that_a_backward_had_attached_before_it_raised_are_dropped() -
     fail_once(model, 1, "late in backward")
     run_both(FRAGILE, model, plain, 0)  # no zero_grad: there is nothing of the failed one
     assert_same_gradients(model, plain)
+
+
+class Both(nn.Module):
+    """The outputs of two layers; the backward of their input raises when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.is_broken = False
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [layer(RaiseInBackward.apply(x, self.is_broken)) for layer in (self.a, self.b)]
+
+
+@ours_only("the next step after an exception in backward")
+@distributed(2)
+def test_unused_parameters_after_a_backward_that_raised() -> None:
+    """What the failed backward had reduced counts for nothing: another rank may use it next."""
+    torch.manual_seed(0)
+    plain = Both().double()
+    model: Any = Both().double()
+    model.load_state_dict(plain.state_dict())
+    for unit in (model.a, model.b, model):
+        fully_shard(unit, mesh=cached_mesh(2), reshard_after_forward=False)
+    model.set_reduce_scatter_unused_params(True)
+    x = torch.ones(2, 4, dtype=torch.float64, requires_grad=True)
+    model.is_broken = True
+    with pytest.raises(PlannedError):
+        model(x)[0].sum().backward()
+    model.is_broken = False
+    used = dist.get_rank()
+    model(x)[used].sum().backward()
+    plain(x)[used].sum().backward()
+    for parameter in plain.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    average_gradients(plain)
+    assert_same_gradients(model, plain)
+
+
+@ours_only("the next step after an exception in backward")
+@pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=["sharded", "replicas"])
+@distributed(2)
+def test_the_step_after_a_reduction_without_memory_is_right(shape: tuple[int, ...]) -> None:
+    model, plain = pair(FRAGILE, mesh=cached_mesh(*shape))
+    failing = mock.patch.object(Bucket, "gradient_store", side_effect=RuntimeError("no memory"))
+    with failing, pytest.raises(RuntimeError, match="no memory"):
+        FRAGILE.loss(model, *FRAGILE.batch(8, dist.get_rank(), torch.float64)).backward()
+    for step in range(2):
+        run_both(FRAGILE, model, plain, step)
+    assert_same_gradients(model, plain)
+    assert_sharded(model)
