@@ -19,9 +19,7 @@ from typing import Any
 import torch
 
 from fsdp2.comm.streams import DeviceStreams
-from fsdp2.features.tensor_subclasses import extension
 from fsdp2.sharding import bucket
-from fsdp2.transports.compressed import transports as compressed
 
 DELAYED = ("gathering", "reducing", "all_reducing")
 PROBABILITY = 0.3
@@ -30,9 +28,7 @@ MAX_CYCLES = 1_500_000  # about 1 ms
 
 def install(seed: int) -> None:
     """From now on, for the rest of this process. Before models are sharded."""
-    filling = _filling(bucket.resize)
-    for module in (bucket, compressed, extension):  # all that know it by its name
-        setattr(module, "resize", filling)  # noqa: B010 (mypy: it is not exported)
+    bucket.resizers.append(_filling(bucket.resizers[-1]))
     rng = random.Random(seed)
     for name in DELAYED:
         setattr(DeviceStreams, name, _late(getattr(DeviceStreams, name), rng))
@@ -45,7 +41,7 @@ def install(seed: int) -> None:
     setattr(DeviceStreams, "use_gathered", use_gathered_late)  # noqa: B010 (mypy: a method)
 
 
-def _filling(resize: Callable[..., None]) -> Callable[[torch.UntypedStorage, int], None]:
+def _filling(resize: Callable[..., object]) -> Callable[[torch.UntypedStorage, int], None]:
     """On the current stream: behind what that has waited for, and behind nothing else."""
 
     def resize_and_fill(storage: torch.UntypedStorage, nbytes: int) -> None:
