@@ -541,8 +541,12 @@ def test_more_files_than_a_process_may_open(tmp_path: Path, more: int) -> None:
     model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in names))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest = os.dup(0)
-    os.close(lowest)
+    # The limit is on numbers: those that are free between others are taken first.
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    filled = [os.dup(0)]
+    while filled[-1] < highest:
+        filled.append(os.dup(0))
+    lowest = filled[-1] + 1
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + more, hard))
     try:
         with pytest.raises(CheckpointError, match=r"may open no more files: \d+ of the checkpoint"):
@@ -551,6 +555,8 @@ def test_more_files_than_a_process_may_open(tmp_path: Path, more: int) -> None:
         os.close(lowest)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for number in filled:
+            os.close(number)
     for name, param in model.named_parameters():
         assert torch.equal(param, before[name])
     load_model(model, tmp_path)

@@ -6,6 +6,8 @@ import ctypes
 import gc
 import linecache
 import os
+import pathlib
+import re
 import sys
 import threading
 from collections import Counter
@@ -72,6 +74,11 @@ def count() -> Counter[str]:
     FakeTensorMode.cache_clear()
     _clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
+    # Patterns of names of files, of which Python keeps the last 128. A save looks for failures of
+    # another rank's only if it comes upon the folder of that: in which round is up to chance.
+    if hasattr(pathlib, "_make_selector"):  # until Python 3.12
+        pathlib._make_selector.cache_clear()
+    re.purge()
     linecache.clearcache()  # source lines, of whatever was on a stack that torch has looked at
     for _ in range(3):  # what a finalizer lets go of
         gc.collect()
