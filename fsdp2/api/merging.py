@@ -103,7 +103,7 @@ def _check_between_steps(units: Sequence[Unit], runtimes: Sequence[Runtime]) -> 
             ask()
         runtime.schedule.drop_held()  # of outputs that were dropped
     for unit in units:
-        if unit.running or unit.awaits_backward:
+        if unit.step.running or unit.awaits_backward:
             raise RuntimeError(
                 f"merge_units was called between forward and backward of unit '{unit.name}': call "
                 "it before a forward, and drop outputs whose backward will not run"

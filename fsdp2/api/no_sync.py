@@ -44,15 +44,15 @@ def no_sync(self: FSDPModule) -> Iterator[None]:
         )
     # Per unit, since a program may have turned sync off for some of them.
     restore = [keep_sync(each.config) for each in units_in(self)]
-    num_backwards = runtime.num_backwards
+    backward = runtime.backward
     self.set_requires_gradient_sync(False)
     try:
         yield
     finally:
         for call in restore:
             call()
-    # A root around this one that ran inside has made a runtime of its own, which counts anew.
-    if runtime.num_backwards == num_backwards and unit.runtime is runtime:
+    # (A root around this one that ran inside has made a runtime of its own.)
+    if runtime.backward is backward and unit.runtime is runtime:
         warnings.warn(
             "No backward ran inside no_sync(): gradients of a backward that runs after it are "
             "reduced as always. Put loss.backward() inside",

@@ -93,11 +93,11 @@ def look(units: Sequence[Unit], names: Mapping[Unit, str], thread: int) -> Where
     step, phase, done, current = 0, "outside", 0, ""
     for runtime in runtimes.values():
         seen: Any = runtime
-        step = max(step, seen.num_backwards)
+        step = max(step, seen.backward.number)
         if seen.in_backward:
             phase = "backward"
-            done += sum(unit.reduced for unit in seen.units)
-            begun = [unit for unit in seen.units if unit.backward_began]
+            done += sum(unit.step.reduced for unit in seen.units)
+            begun = [unit for unit in seen.units if unit.step.backward_began]
             # An enclosing unit is in backward for as long as those inside are.
             current = next((names[u] for u in begun if not u.encloses and u in names), current)
             current = current or next((names[u] for u in begun if u in names), "")
@@ -142,7 +142,7 @@ def _what_is_waited_for(stack: Sequence[FrameType], names: Mapping[Unit, str]) -
     for frame in stack:
         function = frame.f_code.co_qualname
         if _file(frame).startswith(_OURS):
-            if function in ("Unit.wait_unshard", "Unit._launch"):
+            if function in ("Unit.wait_unshard", "Unit.start_unshard"):
                 unit = _local(frame, "self")
                 return f"the all-gather of unit '{names.get(unit) or unit.name}'"
             if function == "ReductionsInFlight._complete_oldest":

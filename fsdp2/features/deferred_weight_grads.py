@@ -2,8 +2,8 @@
 
 ``autograd.grad`` for the inputs of a stage accumulates nothing in its units. Another run computes
 the weight gradients later, and the schedule assigns them to the unsharded parameters: no hook of
-the unit is called. So what is gathered stays in use (`Unit.is_read_outside`), and gradients are
-looked for when the next forward or backward of the tree begins, or at the end of the step.
+the unit is called. So what is gathered stays in use (`StepState.is_read_outside`), and gradients
+are looked for when the next forward or backward of the tree begins, or at the end of the step.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class DeferredWeightGrads(TreePart):
     @override
     def gradients_apart(self, unit: Unit, accumulates: bool | None) -> None:
         if accumulates is False:
-            unit.is_read_outside = True
+            unit.step.is_read_outside = True
             if self.runtime.part(_AtForwards) is None:
                 self.runtime.add(_AtForwards(self.runtime, self))
         elif self.runtime.ends_iteration:
-            unit.is_read_outside = False
+            unit.step.is_read_outside = False
 
     def reduce(self, unit: Unit) -> None:
         """Reduce, or add up in the dtype of the reduction, what no hook has seen."""
-        if unit.is_read_outside and unit.gradients.has_unsharded():
+        if unit.step.is_read_outside and unit.gradients.has_unsharded():
             # Other ranks may have none: they meet at the end of the next backward with a reduction.
             self.runtime.reduce(unit, keep=unit.config.reduce_unused)
 
@@ -47,7 +47,7 @@ class DeferredWeightGrads(TreePart):
         runtime = self.runtime
         if runtime.ends_iteration or runtime.in_backward:
             return
-        if any(other.is_read_outside for other in runtime.units):
+        if any(other.step.is_read_outside for other in runtime.units):
             unit.unshard(runtime.streams)
             return
         if not runtime.schedule.outstanding:

@@ -141,7 +141,7 @@ class _Lending(TreePart):
                 unit.registration.register(self.found[unit])
             for param, given in overrides:
                 _register(param, given)
-        if self.runtime.schedule.root is unit and not unit.running:
+        if self.runtime.schedule.root is unit and not unit.step.running:
             self.end()
 
     # A unit may be registered anew before its own forward: when it is planned again after a move,

@@ -105,7 +105,7 @@ class GatherBudget(TreePart):
     def unit_kept(self, unit: Unit, forward: Forward | None) -> None:
         """Let its modules hold shards, so that it may be freed: see the note above."""
         runtime = self.runtime
-        is_read = unit.running or unit.is_read_outside or runtime.backward.creates_graph
+        is_read = unit.step.running or unit.step.is_read_outside or runtime.backward.creates_graph
         if not is_read and runtime.schedule.root is not unit:
             unit.register_sharded()
 
@@ -192,11 +192,11 @@ class GatherBudget(TreePart):
 
     def _may_free(self, unit: Unit, needed: Unit | None) -> bool:
         """Whether ``unit``, which is gathered, is not in use: see the note above."""
-        if unit.running or unit.backward_began or unit.is_read_outside:
+        if unit.step.running or unit.step.backward_began or unit.step.is_read_outside:
             return False
         if self.runtime.backward.creates_graph:
             return False  # a second backward may read any of them
-        if not unit.recomputed:
+        if not unit.step.recomputed:
             return _is_unseen(unit)
         if needed is not None and unit in needed.enclosing:
             return False
@@ -226,15 +226,15 @@ class GatherBudget(TreePart):
         )
 
     def _why(self, unit: Unit) -> str:
-        if unit.running:
+        if unit.step.running:
             return "its forward is running"
-        if unit.backward_began:
+        if unit.step.backward_began:
             return "its backward is not over"
         if self.runtime.backward.creates_graph:
             return "kept for a second backward"
-        if unit.is_read_outside:
+        if unit.step.is_read_outside:
             return "its weight gradients are still to be computed"
-        return "recomputing" if unit.recomputed else "its modules hold gathered parameters"
+        return "recomputing" if unit.step.recomputed else "its modules hold gathered parameters"
 
     def least_bytes(self) -> int:
         """What the largest unit needs together with the units around it."""
@@ -259,7 +259,7 @@ class _WithinBudget(Lookahead):
     @override
     def gather(self, units: Iterable[Unit]) -> None:
         for unit in units:
-            if unit.state in GATHERED and (unit.running or unit.backward_began):
+            if unit.state in GATHERED and (unit.step.running or unit.step.backward_began):
                 break  # it is freed before it runs again, which needs the room that is left
             if unit.state in RESHARDED:
                 if not self._budget.fits(unit):

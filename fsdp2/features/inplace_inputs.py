@@ -22,7 +22,7 @@ def follow_inputs(hooks: UnitHooks, args: tuple, kwargs: dict) -> None:
     """Watch inputs that the forward has changed in place where they are now in the graph."""
     # (Those that are not found were replaced by a hook of the user's, or by torch for full
     # backward hooks: nobody can have changed these views.)
-    marks = hooks.unit.input_nodes
+    marks = hooks.unit.step.input_nodes
     found = marks.pop(id(args[0]), None) if args else None
     if found is not None and args[0].grad_fn is not found[0]:
         _follow(hooks, args[0], *found)

@@ -83,7 +83,7 @@ class Middle:
                         return False  # a hook on a leaf would stay after this step
                     _mark(tensor, self._inputs)
         self._ran.append(unit)
-        unit.running += 1
+        unit.step.running += 1
         return True
 
     def skips_post_forward(self, inputs: object, output: object) -> bool:
@@ -97,14 +97,16 @@ class Middle:
                         watch_base(tensor._base, inputs, marks[0])
         elif torch.is_grad_enabled():
             return False  # the module turned gradients on
-        self.unit.running -= 1
+        self.unit.step.running -= 1
         return True
 
 
 def _enter(unit: Unit, runtime: Runtime, hooks: GroupHooks, forward: Forward, grad: object) -> None:
     """Backward reached the output of a module in the middle."""
     # An earlier backward that raised has left the first two as they are.
-    if not (unit.backward_began and unit.state is State.UNSHARDED and runtime.will_end_backward):
+    if not (
+        unit.step.backward_began and unit.state is State.UNSHARDED and runtime.will_end_backward
+    ):
         hooks.enter_backward(forward, grad)
 
 
@@ -205,7 +207,7 @@ class GroupHooks(UnitHooks):
         # each module may have to make room all hooks of all modules run.
         if runtime.in_backward or unit.encloses or runtime.lookahead.depth > 1:
             return None
-        if unit.running:
+        if unit.step.running:
             return None  # inside another module of it, whose marks have to belong to one forward
         graph = torch.is_grad_enabled()
         # What is frozen changes in the middle of a unit, too. And a forward that backward repeats

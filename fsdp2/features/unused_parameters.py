@@ -49,7 +49,8 @@ class UnusedParameters(TreePart):
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime)
-        self._accumulated_in = -1  # the last backward that accumulated gradients of any unit
+        # The last backward that accumulated gradients of any unit.
+        self._accumulated_in: object = None
 
     @override
     @classmethod
@@ -61,8 +62,8 @@ class UnusedParameters(TreePart):
     def backward_enters(
         self, unit: Unit, forward: Forward | None, accumulates: bool | None
     ) -> None:
-        if accumulates and not unit.backward_began:
-            self._accumulated_in = self.runtime.num_backwards
+        if accumulates and not unit.step.backward_began:
+            self._accumulated_in = self.runtime.backward
 
     @override
     def gradients_taken(self, unit: Unit, taken: Taken) -> None:
@@ -80,7 +81,7 @@ class UnusedParameters(TreePart):
     @override
     def backward_reduced(self) -> None:
         runtime = self.runtime
-        accumulates = self._accumulated_in == runtime.num_backwards
+        accumulates = self._accumulated_in is runtime.backward
         for unit in runtime.units:
             if not unit.config.reduce_unused:
                 continue

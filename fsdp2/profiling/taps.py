@@ -266,7 +266,7 @@ class TreeTap(TreePart):
     @override
     def forward_ends(self, unit: Unit, forward: Forward | None) -> None:
         tap, log = self._taps.get(unit), self._log
-        if self._inside is unit and not unit.running:
+        if self._inside is unit and not unit.step.running:
             self._inside = None
         if tap is not None and (log.samples == self._samples or log.noted is not tap):
             tap.sample()

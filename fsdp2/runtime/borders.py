@@ -23,7 +23,8 @@ Leave = Callable[[Grads], None]
 class Backwards(Protocol):
     """What tells one backward from another: of `runtime.Runtime`."""
 
-    num_backwards: int
+    @property
+    def backward(self) -> object: ...
 
 
 class Crossing:
@@ -45,7 +46,7 @@ class Crossing:
         self._runtime, self._leave, self._pass_on = runtime, leave, pass_on
         self._handles: list[RemovableHandle] = []
         self._awaited = 0
-        self._backward = -1
+        self._backward: object = None
 
     def watch(self, node: Any, crossed: Leave | None = None) -> None:
         """Watch ``node``, of an input or of what changed one, with a hook that calls `crossed`."""
@@ -53,10 +54,10 @@ class Crossing:
 
     def crossed(self, grads: Grads, num_nodes: int = 1) -> None:
         """Backward has come to one node, and will not come to the other ``num_nodes - 1``."""
-        if self._backward != self._runtime.num_backwards:
+        if self._backward is not self._runtime.backward:
             # Those of inputs that nothing has used are gone. If backward does not come to one of
             # the others, what is left to do is done when it ends.
-            self._backward = self._runtime.num_backwards
+            self._backward = self._runtime.backward
             self._awaited = sum(handle.hooks_dict_ref() is not None for handle in self._handles)
         self._awaited -= num_nodes
         (self._pass_on if self._awaited > 0 else self._leave)(grads)

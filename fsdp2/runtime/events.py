@@ -158,7 +158,7 @@ class TreePart:
         self, unit: Unit, forward: Forward | None, accumulates: bool | None
     ) -> None:
         """Backward has reached an output of ``forward``, of ``unit``, which is about to be gathered
-        unless it has reached another one before (`Unit.backward_began`).
+        unless it has reached another one before (`StepState.backward_began`).
 
         Args:
             accumulates: as of `Runtime.pre_backward`.
@@ -166,7 +166,7 @@ class TreePart:
 
     def gradients_apart(self, unit: Unit, accumulates: bool | None) -> None:
         """Backward has entered ``unit`` and does not accumulate its gradients, or what is gathered
-        is read where no hook is called (`Unit.is_read_outside`)."""
+        is read where no hook is called (`StepState.is_read_outside`)."""
 
     def backward_enters_inside(self, unit: Unit) -> None:
         """Backward has entered a unit inside of ``unit``, which it may not have reached itself."""

@@ -45,8 +45,8 @@ class UnitHooks:
         made = unit.hooks = next(filter(None, found), UnitHooks)(unit)
         return made
 
-    # What is called after forward with its inputs. `Unit.input_nodes` has what stands for them: by
-    # the id of a view its node, and what watches that.
+    # What is called after forward with its inputs. `StepState.input_nodes` has what stands for
+    # them: by the id of a view its node, and what watches that.
     input_followers: ClassVar[list[Callable[[UnitHooks, tuple, dict], None]]] = []
 
     def __init__(self, unit: Unit) -> None:
@@ -126,9 +126,9 @@ class UnitHooks:
             tell(self.unit)
         args, kwargs = self._cast_inputs(args, kwargs)
         if torch.is_grad_enabled():
-            if self.unit.input_nodes and self.unit.running <= 1:
+            if self.unit.step.input_nodes and self.unit.step.running <= 1:
                 # Of forwards that raised, and of inputs that a hook of the user's has replaced.
-                self.unit.input_nodes.clear()
+                self.unit.step.input_nodes.clear()
             self._is_typed = (checker := type_checker()) is not None
             if checker is None:
                 return self._mark_inputs(args, kwargs)
@@ -176,7 +176,7 @@ class UnitHooks:
         differentiable = False
         forward = Forward(unit)
         enter = functools.partial(self.enter_backward, forward)
-        if unit.input_nodes:
+        if unit.step.input_nodes:
             for follow in self.input_followers:
                 follow(self, args, kwargs)
         if is_transformed() and marks_in_transforms:
@@ -215,7 +215,7 @@ class UnitHooks:
                 node: Any = marked.grad_fn
                 handle = node.register_prehook(self.leave_backward)
                 if self.input_followers:
-                    self.unit.input_nodes[id(marked)] = node, handle
+                    self.unit.step.input_nodes[id(marked)] = node, handle
                 return (marked,), kwargs
             self._watch_accumulation()
             return args, kwargs
@@ -235,7 +235,7 @@ class UnitHooks:
             for marked in all_marked:
                 crossing.watch(marked.grad_fn)
                 if self.input_followers:
-                    self.unit.input_nodes[id(marked)] = marked.grad_fn, crossing
+                    self.unit.step.input_nodes[id(marked)] = marked.grad_fn, crossing
         replaced = dict(zip(found, all_marked, strict=True))
         return map_tensors(lambda t: replaced.get(id(t), t), (args, kwargs))
 
@@ -255,7 +255,7 @@ class UnitHooks:
     def _enter_backward(self, forward: Forward) -> None:
         unit = self.unit
         runtime = runtime_of(unit)
-        if unit.backward_began:  # at another output
+        if unit.step.backward_began:  # at another output
             runtime.pre_backward(unit, forward)
             return
         self._num_accumulated = 0

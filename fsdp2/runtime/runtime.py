@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from ..comm.streams import Event, Streams, streams_for
-from ..common.failures import accumulation_lost, parameters_are_gone
+from ..common.failures import accumulation_lost, backward_not_over, parameters_are_gone
 from .events import Followed, TreeEvents, TreePart
 from .param_group import requires_grad_of
 from .reduction import Reduction, ReductionsInFlight
@@ -30,7 +30,7 @@ from .torch_modes import (
     modules_being_called,
     outside_torch_modes,
 )
-from .unit import Forward, Unit
+from .unit import Forward, StepState, Unit
 
 # How many units' worth of gradients may be on their way before compute waits for the oldest.
 # On host-ordered devices little overlaps, and memory counts more.
@@ -46,7 +46,6 @@ class Runtime(Followed):
         streams: the streams and the order between them.
         reductions: reductions that were launched and are not complete.
         backward: the run of autograd that has come to the tree last.
-        num_backwards: how many have.
         in_backward: whether the last one is not over.
         is_last_backward: whether the end of the next backward waits for the reductions.
         held_open: whether an iteration goes on after its backwards: gradients that no hook has
@@ -76,7 +75,6 @@ class Runtime(Followed):
         self.schedule = Schedule()
         self.in_backward = False
         self.backward = Backward(self.streams.compute)
-        self.num_backwards = 0
         self.lookahead = Lookahead(self.streams)
         self.residency = Residency()
         self.registry.trees.add(self)
@@ -104,10 +102,11 @@ class Runtime(Followed):
             self._begin_forward(unit)
         for tell in self.on.forward_begins:
             tell(unit)
+        step = unit.step  # a reset makes a new one
         if self.in_backward:  # recomputation of activations
             unit.unshard(self.streams)
-            unit.recomputed = True
-            if not unit.backward_began and not unit.has_graph:
+            step.recomputed = True
+            if not step.backward_began and not unit.has_graph:
                 unit.recomputes_all = True
             return
         if schedule.repeats is not None:
@@ -115,7 +114,7 @@ class Runtime(Followed):
         follows = schedule.ran and schedule.ran[-1] is unit
         unit.registration.check(module if follows else None)
         unit.unshard(self.streams)
-        unit.running += 1
+        step.running += 1
         schedule.begin(unit)
         self.lookahead.gather(unit.forward_prefetch or schedule.next(self.lookahead.depth))
 
@@ -183,18 +182,19 @@ class Runtime(Followed):
             tell(unit)
         if self.in_backward:
             return
-        unit.running = max(0, unit.running - 1)
-        if unit.running:
+        step = unit.step
+        step.running = max(0, step.running - 1)
+        if step.running:
             # A module of the unit inside another one, or inside itself; or one has raised, and its
             # caller went on. This one is still on the stack.
             called = modules_being_called()
-            unit.running = max(0, sum(called[module] for module in unit.modules) - 1)
+            step.running = max(0, sum(called[module] for module in unit.modules) - 1)
         unit.has_graph = differentiable
         schedule, left = self.schedule, forward if differentiable else None
         if differentiable or (unit.recomputes_all and schedule.leads_to_backward):
             schedule.end(unit, left)
-        outermost = schedule.root is unit and not unit.running
-        runs_next = unit.running > 0 or unit in schedule.next(1)
+        outermost = schedule.root is unit and not step.running
+        runs_next = step.running > 0 or unit in schedule.next(1)
         if unit.registration.check_is_due and not runs_next:
             unit.registration.check()
         after = self.residency.after_forward(
@@ -217,20 +217,20 @@ class Runtime(Followed):
             tell_end(unit, left)
         if outermost:
             self._end_forward()
-            if not differentiable and self._offloads:
-                self.streams.synchronize()  # else backward does; then the host may write shards
+            if not differentiable:
+                self.synchronize()  # else backward does
 
     def _free_repeated(self, *, unless: Unit | None = None) -> None:
         """Free the unit that was kept to run again, if it does not: another one runs, or none."""
         unit, self.schedule.repeats = self.schedule.repeats, None
-        if unit is not None and unit is not unless and not unit.running:
+        if unit is not None and unit is not unless and not unit.step.running:
             unit.reshard(self.streams)
 
     def _end_forward(self) -> None:
         if self.schedule.repeats is not None:
             self._free_repeated()
         for unit in self.units:
-            unit.running = 0  # more where a forward raised, and its caller went on
+            unit.step.running = 0  # more where a forward raised, and its caller went on
             if unit.state is State.GATHERING:  # prefetched, but did not run
                 unit.reshard(self.streams)
         self.schedule.end_root()
@@ -257,14 +257,14 @@ class Runtime(Followed):
         self.begin_backward()
         for tell in self.on.backward_enters:
             tell(unit, forward, accumulates)
-        config = unit.config
+        config, step = unit.config, unit.step
         entered = self.schedule.enter(unit, forward)
-        if unit.backward_began:
+        if step.backward_began:
             if unit.state not in GATHERED and config.unshard_in_backward:
                 unit.unshard(self.streams)
             return
-        unit.backward_began, unit.entered_in = True, self.num_backwards
-        if accumulates is False or unit.is_read_outside:
+        step.backward_began, step.entered_in = True, self.backward
+        if accumulates is False or step.is_read_outside:
             for tell_apart in self.on.gradients_apart:
                 tell_apart(unit, accumulates)
         if not config.reduce_grads or unit.gradients.sums:
@@ -276,17 +276,17 @@ class Runtime(Followed):
         # If some were freed early, all that backward reads is there still.
         if unit.state is not State.PARTLY_FREED and config.unshard_in_backward:
             unit.unshard(self.streams)
-        unit.next_in_backward = None if entered is None else entered.unit_before()
+        step.next_in_backward = None if entered is None else entered.unit_before()
         if unit.backward_prefetch:
             if entered is not None:
                 # Not those that have been through backward already: their gathers would go
                 # unused, and an optimizer in backward may be writing their shards.
                 self.lookahead.gather(filter(entered.follows, unit.backward_prefetch))
         else:
-            self.lookahead.in_backward(entered, unit.next_in_backward)
+            self.lookahead.in_backward(entered, step.next_in_backward)
         for parent in unit.enclosing:
             if parent.param_group.params:
-                if parent.state in RESHARDED and parent.entered_in != self.num_backwards:
+                if parent.state in RESHARDED and parent.step.entered_in is not self.backward:
                     self._gather_passed(parent, entered or forward)
                 for tell_inside in self.on.backward_enters_inside:
                     tell_inside(parent)
@@ -299,6 +299,9 @@ class Runtime(Followed):
     def begin_backward(self) -> None:
         """A run of autograd has reached this tree: the end of that run ends this backward."""
         if self.in_backward:
+            if self.backward.end() is None:
+                # What raised may have left gradients that no reset could tell from this one.
+                raise backward_not_over()
             return
         if self.schedule.root is not None:
             self._notice_failed_forward()
@@ -310,11 +313,11 @@ class Runtime(Followed):
             group = unit.param_group
             if tuple(map(requires_grad_of, group.shown)) != group.trains:
                 group.follow_freezing(midway=True)
-        self.num_backwards += 1
         # Autograd forgets it when the backward is over, also when that raises.
         end = partial(self.end_backward)
         self.backward = Backward(
             self.streams.compute,
+            number=self.backward.number + 1,
             creates_graph=torch.is_grad_enabled(),  # autograd sets it so for hooks
             adds_to_reductions=bool(self.reductions),
             end=weakref.ref(end),
@@ -335,22 +338,23 @@ class Runtime(Followed):
         running = modules_being_called()
         for unit in self.units:
             if not any(module in running for module in unit.modules):
-                unit.running = 0
-        if self.schedule.root is not None and not self.schedule.root.running:
+                unit.step.running = 0
+        if self.schedule.root is not None and not self.schedule.root.step.running:
             self.schedule.root = None
 
     def post_backward(self, unit: Unit) -> None:
         """The gradients of one forward of ``unit`` are done: reduce them and free the unit."""
-        unit.backward_began = False
-        if unit.input_nodes and not unit.running:
+        step = unit.step
+        step.backward_began = False
+        if step.input_nodes and not step.running:
             # Of a recomputation that ended early, by an exception: what is before the unit in the
             # same module would keep its activations until backward is over.
-            unit.input_nodes.clear()
-        runs_next = unit.next_in_backward is unit
+            step.input_nodes.clear()
+        runs_next = step.next_in_backward is unit
         if runs_next and len(unit.modules) > 1:
             return  # another module of the group: their gradients are reduced together
         self.reduce(unit)
-        if not runs_next and not unit.running:
+        if not runs_next and not step.running:
             if self.residency.frees_after_backward(unit, self.backward):
                 unit.reshard(self.streams)
             else:
@@ -376,7 +380,7 @@ class Runtime(Followed):
         else:
             # Even if there turns out to be nothing to reduce: with `reduce_unused` the end of
             # backward reduces each unit that was not, and all ranks must agree on which.
-            unit.reduced = True
+            unit.step.reduced = True
             taken = gradients.take(direct_only=direct_only)
             for tell_taken in on.gradients_taken:
                 tell_taken(unit, taken)
@@ -436,18 +440,18 @@ class Runtime(Followed):
         # In reverse tree order, and not in that of autograd: what no hook has seen has no order of
         # its own that all ranks would know.
         for unit in reversed(self.units):
-            config, gradients = unit.config, unit.gradients
+            config, gradients, step = unit.config, unit.gradients, unit.step
             leave = self.held_open and config.sync_grads
             if leave:
                 self.reduce(unit, keep=True)
             else:
-                if gradients.has_unreduced() or (config.reduce_unused and not unit.reduced):
+                if gradients.has_unreduced() or (config.reduce_unused and not step.reduced):
                     group = unit.param_group
                     if unit.state in RESHARDED and (group.dirty or not group.materialized):
                         unit.plan_anew(self.streams)  # no forward of it has, since a change
                     self.reduce(unit, final=True)
-                unit.reduced = False
-            unit.backward_began = False
+                step.reduced = False
+            step.backward_began = False
             gradients.holds_earlier = leave or not config.reduce_grads
             gradients.holds_partial_sums = not config.all_reduce_grads
         for tell in self.on.backward_reduced:
@@ -469,11 +473,11 @@ class Runtime(Followed):
     def free_units(self) -> None:
         backward, frees = self.backward, self.residency.frees_after_backward
         for unit in self.units:
-            if unit.running:
+            if unit.step.running:
                 continue  # backward ran inside of its forward, which goes on
-            if unit.input_nodes:
+            if unit.step.input_nodes:
                 # Recomputation ends a forward by an exception. What its node leads to would stay.
-                unit.input_nodes.clear()
+                unit.step.input_nodes.clear()
             if unit.state is not State.SHARDED and frees(unit, backward):
                 unit.reshard(self.streams)
             elif unit.state is not State.SHARDED:
@@ -500,6 +504,8 @@ class Runtime(Followed):
 
     def unshard_for_user(self, unit: Unit) -> None:
         """Start a gather that the user called for."""
+        if self.in_backward and not autograd_is_running():
+            self.reset()  # of a backward that raised: that of what is computed now begins anew
         self.streams.before_gathers(self.optimizer_event)
         if unit.state in RESHARDED:
             self.free_written(unit)
@@ -556,9 +562,7 @@ class Runtime(Followed):
                 unit.param_group.adopt_user_freezing()  # done since, to what is gathered
             unit.reshard(self.streams)
             unit.drop_cache(self.streams)
-            unit.backward_began = unit.reduced = False
-            unit.forwards.clear()
-            unit.running = 0
+            unit.step = StepState()
         self.synchronize()
         self.schedule.end_iteration()
         self.schedule.end_pass()

@@ -140,10 +140,11 @@ class Schedule:
         forward.previous, self._last = self._last, forward
         # The references of graphs that were dropped go here, or evaluations without `no_grad` would
         # leave one per call. Not in every forward: the list is as long as the unit has modules.
-        if len(unit.forwards) >= unit.max_forwards:
-            unit.forwards = [ref for ref in unit.forwards if is_awaited(ref)]
-            unit.max_forwards = 2 * len(unit.forwards) + MIN_FORWARDS
-        unit.forwards.append(weakref.ref(forward))
+        step = unit.step
+        if len(step.forwards) >= unit.max_forwards:
+            step.forwards = [ref for ref in step.forwards if is_awaited(ref)]
+            unit.max_forwards = 2 * len(step.forwards) + MIN_FORWARDS
+        step.forwards.append(weakref.ref(forward))
 
     def enter(self, unit: Unit, forward: Forward | None) -> Forward | None:
         """Backward has reached ``forward``, or the forward that this one recomputes.
@@ -156,8 +157,9 @@ class Schedule:
         if forward is None or not (forward.noted or forward.entered):
             # (Those after it are over for good: not to be looked at again.)
             forward = None
-            while unit.forwards and (forward := is_awaited(unit.forwards[-1])) is None:
-                unit.forwards.pop()
+            forwards = unit.step.forwards
+            while forwards and (forward := is_awaited(forwards[-1])) is None:
+                forwards.pop()
         if forward is None or forward.entered:
             return None
         forward.entered = True
@@ -180,6 +182,7 @@ class Backward:
 
     Attributes:
         stream: what it runs and ends on; of devices that have streams.
+        number: how many runs there have been with it.
         creates_graph: whether it was called with ``create_graph=True``: a second one may go through
             it, and reads the weights again.
         adds_to_reductions: whether it began with reductions of others in flight, whose gradients
@@ -188,6 +191,7 @@ class Backward:
     """
 
     stream: Any
+    number: int = 0
     creates_graph: bool = False
     adds_to_reductions: bool = False
     end: Callable[[], object] = object

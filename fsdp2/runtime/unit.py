@@ -12,6 +12,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -129,6 +130,169 @@ def is_awaited(ref: weakref.ref[Forward]) -> Forward | None:
     return None if forward is None or forward.entered else forward
 
 
+class Gather:
+    """The last gather of a unit, which may be in flight.
+
+    Attributes:
+        num_plans: as of `ParamGroup`, of the storages that it filled.
+        versions: of the shards, when it began: see `ParamGroup.versions`. Those of a gather in
+            backward count only if the unit stays gathered after that.
+    """
+
+    def __init__(self, param_group: ParamGroup, describe: Callable[[], str]) -> None:
+        """
+        Args:
+            describe: says in words what is gathered, for errors.
+        """
+        self._param_group = param_group
+        self._describe = describe
+        self.num_plans = 0
+        self.versions = (0, 0)
+        self._finishes: list[Finish] = []
+        self._event: Event = None
+        self._is_needed = False  # not everything was cached
+
+    def launch(self, streams: Streams) -> None:
+        """Allocate, and start the all-gathers of all buckets that are not cached."""
+        buckets = self._param_group.buckets
+        indices = [index for index, bucket in enumerate(buckets) if not bucket.cache_valid]
+        self._is_needed = bool(indices)
+        if indices:
+            if streams.stream_ordered:
+                with streams.gathering():
+                    self._issue(indices)
+                    # The copies out of the pack are queued already, and memory that is freed on
+                    # this stream goes to nothing that could overtake them.
+                    self._free_packs()
+                    self._event = streams.gathered(self._event)
+            else:
+                self._issue(indices)
+
+    def _issue(self, indices: Sequence[int]) -> None:
+        """Start the all-gathers of the buckets with these indices: those over the same ranks in one
+        call, where the transport can."""
+        param_group = self._param_group
+        to_gather: dict[Transport, list[tuple[GatherPlan, int]]] = {}
+        group = param_group.mesh.shard_group
+        try:
+            for index in indices:
+                transports = param_group.transports[index]
+                group = transports.mesh.shard_group
+                transport, plan = self._prepare(param_group.buckets[index], transports)
+                if transport is not None:
+                    assert plan is not None
+                    tagged = (plan, param_group.gather_tags[index])
+                    to_gather.setdefault(transport, []).append(tagged)
+            for transport, plans in to_gather.items():
+                group = transport.group
+                gathers: Sequence[tuple[GatherPlan | GatherBatch, int]] = plans
+                if transport.coalesces and len(plans) > 1:
+                    gathers = [(param_group.gather_batch([p for p, _ in plans]), plans[0][1])]
+                for gather, tag in gathers:
+                    finish = transport.all_gather(gather, tag)
+                    if finish is not done:
+                        self._finishes.append(finish)
+        except BaseException as error:
+            # What has been launched still writes: into memory that the next gather reads, and its
+            # own wait would come in the place of the next one's.
+            self.abandon()
+            if isinstance(error, RuntimeError):
+                reraise(error, self._describe(), group)
+            raise
+        # The copies of offloaded shards go now: what reads them is enqueued, on the stream that
+        # owns their memory.
+        for index in indices:
+            bucket = param_group.buckets[index]
+            bucket.cache_valid = bucket.cached  # not where a launch raised: it has to be gathered
+            if bucket.offload_buffer is not None:
+                bucket.free_offload_buffer()
+
+    def _prepare(
+        self, bucket: Bucket, transports: MeshTransports
+    ) -> tuple[Transport | None, GatherPlan | None]:
+        """Allocate for the gather of a bucket and fill what it reads.
+
+        Returns:
+            The transport and the plan of the gather; None twice if there is nothing to gather.
+        """
+        if bucket.aliases_shards or not bucket.layout.gathered_numel:
+            return None, None
+        if transports.allocating is None:
+            bucket.allocate()
+        else:
+            with transports.allocating():
+                bucket.allocate()
+        secondary = bucket.secondary
+        if secondary is not None and secondary.saved:
+            return transports.secondary_gather, secondary.plan
+        if bucket.fills_own_slices:
+            bucket.fill_own_slices()
+        return transports.gather, bucket.plan
+
+    def _free_packs(self) -> None:
+        """Free the packs, whose parameters have been copied to their places."""
+        for bucket in self._param_group.buckets:
+            if bucket.has_own_pack:
+                bucket.free_pack()
+
+    def wait(self, streams: Streams) -> None:
+        """Let compute use what is gathered.
+
+        Raises:
+            RuntimeError: if a collective failed; nothing is in flight then.
+        """
+        launched = bool(self._finishes)
+        try:
+            while self._finishes:
+                # Forgotten once it is over, and not before: after Ctrl-C in the middle of it,
+                # recovery has to wait for what still comes in.
+                self._finishes[0]()
+                del self._finishes[0]
+        except RuntimeError as error:
+            del self._finishes[0]
+            self.abandon()  # the other messages still write to the memory that is freed next
+            self._free_packs()
+            reraise(error, self._describe(), self._param_group.mesh.shard_group)
+        if launched:
+            self._free_packs()
+        # If all was cached, nothing was launched, and the event is that of an earlier gather.
+        if self._is_needed and streams.stream_ordered:
+            streams.use_gathered(self._event)
+
+    def abandon(self) -> None:
+        """Wait for all that was launched, whatever comes of it, and forget it."""
+        while self._finishes:
+            with suppress(RuntimeError):  # each once: a second wait would write again
+                self._finishes.pop(0)()
+
+
+@dataclass(slots=True, eq=False)
+class StepState:
+    """What a step knows of one unit. `Runtime.reset` replaces it.
+
+    Attributes:
+        forwards: those that backward may still come to.
+        running: how many forwards have begun and not ended.
+        input_nodes: of these: see `UnitHooks.input_followers`.
+        next_in_backward: the unit that backward is expected to reach after this one.
+        backward_began: it has reached this one, and not left it.
+        entered_in: the backward that reached it last.
+        recomputed: it was gathered in backward, to recompute activations.
+        is_read_outside: what is gathered is read where no hook is called.
+        reduced: whether this iteration has reduced anything of this unit.
+    """
+
+    forwards: list[weakref.ref[Forward]] = field(default_factory=list)
+    running: int = 0
+    input_nodes: dict[int, Any] = field(default_factory=dict)
+    next_in_backward: Unit | None = None
+    backward_began: bool = False
+    entered_in: object = None
+    recomputed: bool = False
+    is_read_outside: bool = False
+    reduced: bool = False
+
+
 class Unit:
     """The parameters of one call of `fully_shard` and their state.
 
@@ -144,6 +308,7 @@ class Unit:
         hooks: the hooks on ``modules``. Code above them calls `hooks.hooks_of`.
         enclosing: units whose modules contain this one's.
         encloses: whether other units are inside this one.
+        gather, step: the last gather, and what a step knows.
         forward_prefetch, backward_prefetch: units to gather when forward or backward of this one
             begins, instead of the one that the order of the last forward predicts.
     """
@@ -177,24 +342,12 @@ class Unit:
         self.of_parts: dict[type, Any] = {}  # what parts of the library know of it
         # The state.
         self.state = State.SHARDED
-        self._gather_finish: list[Finish] = []
-        self._gather_event: Event = None
-        self._waits_for_gather = False
-        self._gathered_plan = 0  # `ParamGroup.num_plans` of the last gather
-        self._versions = (0, 0)  # of the shards, when the last gather began
-        # What the runtime notes about it in a step.
-        self.forwards: list[weakref.ref[Forward]] = []  # that backward may still come to
+        self.gather = Gather(self.param_group, self._describe_gather)
+        self.step = StepState()
+        # What forwards have shown so far.
         self.max_forwards = 0  # as many are kept before those that are over are dropped
-        self.next_in_backward: Unit | None = None
-        self.running = 0  # forwards that have begun and not ended
-        self.input_nodes: dict[int, Any] = {}  # of these: see `UnitHooks.input_followers`
-        self.backward_began = False
-        self.entered_in = 0  # which backward of the tree reached it last
-        self.recomputed = False  # gathered in backward, to recompute activations
-        self.is_read_outside = False  # what is gathered, where no hook is called
-        self.has_graph = False  # the forward that ended last
+        self.has_graph = False  # the one that ended last
         self.recomputes_all = False  # forward without gradients, recomputed whole in backward
-        self.reduced = False  # whether this iteration has reduced anything of this unit
 
     def __deepcopy__(self, memo: dict) -> Registration:
         """Only of a module inside: `deepcopy` puts copies of whole units into ``memo`` before."""
@@ -216,7 +369,7 @@ class Unit:
     @property
     def awaits_backward(self) -> bool:
         """Whether a graph exists through which backward may still reach this unit."""
-        return any(map(is_awaited, self.forwards))
+        return any(map(is_awaited, self.step.forwards))
 
     def materialize(self, streams: Streams) -> None:
         """Make everything that gathers need, before the first one."""
@@ -260,40 +413,25 @@ class Unit:
         in_backward = self.runtime.in_backward
         if not in_backward and param_group.follow_freezing():
             self._tell_planned()
-        noted = self._versions
+        gather, earlier = self.gather, self.gather.versions
         if not in_backward or not config.reshard_after_backward:
             # What is freed after backward is gathered anew in the next forward, which notes them.
-            self._versions = param_group.versions()
-        buckets = param_group.buckets
+            gather.versions = param_group.versions()
         for tell in on.before_gather:
             tell(self)
-        if in_backward and streams.stream_ordered and param_group.versions() != noted:
+        if in_backward and streams.stream_ordered and param_group.versions() != earlier:
             # Users have written the shards since the forward, on compute. Only then: a wait in
             # every backward would keep a slow link idle until the loss is there.
             streams.before_gathers()
-        gathering = [index for index, bucket in enumerate(buckets) if not bucket.cache_valid]
-        self._waits_for_gather = bool(gathering)
-        if gathering:
-            if streams.stream_ordered:
-                self._launch_on_stream(gathering, streams)
-            else:
-                self._launch(gathering)
-        if self._gathered_plan != param_group.num_plans:
-            self._gathered_plan = param_group.num_plans
+        gather.launch(streams)
+        if gather.num_plans != param_group.num_plans:
+            gather.num_plans = param_group.num_plans
             for tell in on.first_gathered:
                 tell(self)
         # Last: a unit whose launch raised is where it was, and recovery waits for nothing.
         self.transition("start_unshard")
         for tell in on.gather_started:
             tell(self)
-
-    def _launch_on_stream(self, gathering: list[int], streams: Streams) -> None:
-        with streams.gathering():
-            self._launch(gathering)
-            # The copies out of the pack are queued already, and memory that is freed on this stream
-            # goes to nothing that could overtake them.
-            self._free_packs()
-            self._gather_event = streams.gathered(self._gather_event)
 
     def plan_anew(self, streams: Streams) -> None:
         """Before the first gather, and after parameters or settings have changed."""
@@ -308,74 +446,7 @@ class Unit:
         for tell in self.runtime.on.planned:
             tell(self)
 
-    def _launch(self, gathering: list[int]) -> None:
-        """Start the all-gathers of the buckets with these indices: those over the same ranks in one
-        call, where the transport can."""
-        param_group = self.param_group
-        to_gather: dict[Transport, list[tuple[GatherPlan, int]]] = {}
-        group = self.mesh.shard_group
-        try:
-            for index in gathering:
-                bucket, transports = param_group.buckets[index], param_group.transports[index]
-                group = transports.mesh.shard_group
-                transport, plan = self._prepare(bucket, transports)
-                if transport is not None:
-                    assert plan is not None
-                    tagged = (plan, param_group.gather_tags[index])
-                    to_gather.setdefault(transport, []).append(tagged)
-            for transport, plans in to_gather.items():
-                group = transport.group
-                gathers: Sequence[tuple[GatherPlan | GatherBatch, int]] = plans
-                if transport.coalesces and len(plans) > 1:
-                    gathers = [(param_group.gather_batch([p for p, _ in plans]), plans[0][1])]
-                for gather, tag in gathers:
-                    finish = transport.all_gather(gather, tag)
-                    if finish is not done:
-                        self._gather_finish.append(finish)
-        except BaseException as error:
-            # What has been launched still writes: into memory that the next gather reads, and its
-            # own wait would come in the place of the next one's.
-            self._end_launched()
-            if isinstance(error, RuntimeError):
-                reraise(error, self._current_gather(), group)
-            raise
-        # The copies of offloaded shards go now: what reads them is enqueued, on the stream that
-        # owns their memory.
-        for index in gathering:
-            bucket = param_group.buckets[index]
-            bucket.cache_valid = bucket.cached  # not where a launch raised: it has to be gathered
-            if bucket.offload_buffer is not None:
-                bucket.free_offload_buffer()
-
-    def _free_packs(self) -> None:
-        """Free the packs, whose parameters have been copied to their places."""
-        for bucket in self.param_group.buckets:
-            if bucket.has_own_pack:
-                bucket.free_pack()
-
-    def _prepare(
-        self, bucket: Bucket, transports: MeshTransports
-    ) -> tuple[Transport | None, GatherPlan | None]:
-        """Allocate for the gather of a bucket and fill what it reads.
-
-        Returns:
-            The transport and the plan of the gather; None twice if there is nothing to gather.
-        """
-        if bucket.aliases_shards or not bucket.layout.gathered_numel:
-            return None, None
-        if transports.allocating is None:
-            bucket.allocate()
-        else:
-            with transports.allocating():
-                bucket.allocate()
-        secondary = bucket.secondary
-        if secondary is not None and secondary.saved:
-            return transports.secondary_gather, secondary.plan
-        if bucket.fills_own_slices:
-            bucket.fill_own_slices()
-        return transports.gather, bucket.plan
-
-    def _current_gather(self) -> str:
+    def _describe_gather(self) -> str:
         phase = "backward" if self.runtime.in_backward else "forward"
         return f"the all-gather of unit '{self.name}' in {phase}"
 
@@ -384,43 +455,19 @@ class Unit:
         assert self.state is State.GATHERING
         for tell in self.runtime.on.before_wait:
             tell(self)
-        launched = bool(self._gather_finish)
         try:
-            while self._gather_finish:
-                # Forgotten once it is over, and not before: after Ctrl-C in the middle of it,
-                # recovery has to wait for what still comes in.
-                self._gather_finish[0]()
-                del self._gather_finish[0]
-        except RuntimeError as error:
-            del self._gather_finish[0]
-            self._give_up_gather(streams)
-            reraise(error, self._current_gather(), self.mesh.shard_group)
-        if launched:
-            self._free_packs()
-        # If all was cached, nothing was launched, and the event is that of an earlier gather.
-        if self._waits_for_gather and streams.stream_ordered:
-            streams.use_gathered(self._gather_event)
+            self.gather.wait(streams)
+        except RuntimeError:  # to SHARDED, so that a later forward gathers anew
+            self.drop_cache(streams)
+            self.transition("wait_unshard")
+            self.reshard(streams)
+            raise
         self.transition("wait_unshard")
         if self.param_group.incomplete:
             self.param_group.complete()
             self._tell_planned()
         for tell in self.runtime.on.gathered:
             tell(self)
-
-    def _give_up_gather(self, streams: Streams) -> None:
-        """After a wait that raised: to SHARDED, so that a later forward gathers anew."""
-        # The other messages still write to the memory that is freed here.
-        self._end_launched()
-        self._free_packs()
-        self.drop_cache(streams)
-        self.transition("wait_unshard")
-        self.reshard(streams)
-
-    def _end_launched(self) -> None:
-        """Wait for all gathers that were launched, whatever comes of them, and forget them."""
-        while self._gather_finish:
-            with suppress(RuntimeError):  # each once: a second wait would write again
-                self._gather_finish.pop(0)()
 
     def unshard(self, streams: Streams) -> None:
         """From any state to UNSHARDED, with the unsharded parameters registered."""
@@ -444,7 +491,7 @@ class Unit:
         Args:
             to_secondary: as of `events.TreePart.before_reshard`.
         """
-        self.recomputed = False
+        self.step.recomputed = False
         # Memory that a gather still writes cannot be freed. And on the host its messages have to be
         # waited for exactly once, whether anything uses them or not.
         if self.state is State.GATHERING:
@@ -477,11 +524,11 @@ class Unit:
 
     def is_stale(self) -> bool:
         """Whether this rank knows of writes to the shards after the last gather began."""
-        return self.param_group.versions() != self._versions
+        return self.param_group.versions() != self.gather.versions
 
     def is_rewritten(self) -> bool:
         """The same for writes that all ranks know of: those by operators on the DTensors."""
-        return self.param_group.versions()[1] != self._versions[1]
+        return self.param_group.versions()[1] != self.gather.versions[1]
 
 
 def set_unit(module: nn.Module, unit: Unit) -> None:

@@ -107,7 +107,7 @@ class _Accounts(TreePart):
     def backward_enters(
         self, unit: Unit, forward: Forward | None, accumulates: bool | None
     ) -> None:
-        if unit.backward_began:
+        if unit.step.backward_began:
             return
         # (Hooks on outputs may run again in the backward for the weights.)
         first = forward is None or not forward.entered

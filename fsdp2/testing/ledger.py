@@ -253,7 +253,7 @@ class GradientAccount:
     def settle(self) -> None:
         """Restart the numbering of micro-batches at 0 if none is in progress."""
         unit = self.unit()
-        if unit is None or unit.awaits_backward or unit.running:
+        if unit is None or unit.awaits_backward or unit.step.running:
             return
         if not any(record.left() for record in self.records.values()):
             self._numbers.clear()

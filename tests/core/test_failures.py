@@ -131,7 +131,7 @@ def test_a_unit_whose_gather_was_waited_for_in_vain_is_gathered_anew(reshard: An
         def spoil(unit: Any = unit, waited: list[int] = waited, phase: bool = in_backward) -> None:
             if not waited and unit.runtime.in_backward is phase:
                 finishes = [partial(waited.append, i) for i in range(2)]
-                unit._gather_finish[:] = [finishes[0], lose, finishes[1], *unit._gather_finish]
+                unit.gather._finishes[:] = [finishes[0], lose, finishes[1], *unit.gather._finishes]
 
         with pytest.MonkeyPatch.context() as patch:
             wait = unit.wait_unshard
@@ -144,7 +144,7 @@ def test_a_unit_whose_gather_was_waited_for_in_vain_is_gathered_anew(reshard: An
             ):
                 case.loss(model, *batch).backward()
         assert waited == [0, 1]
-        assert (unit.state, unit._gather_finish) == (State.SHARDED, [])
+        assert (unit.state, unit.gather._finishes) == (State.SHARDED, [])
         assert_sharded(model.get_submodule("blocks.0"))
         model.zero_grad()
         run_both(case, model, plain, step)
@@ -197,7 +197,7 @@ def test_a_launch_that_raises_leaves_nothing_of_the_gathers_before_it(raised: An
     ):
         loss(model)
     assert calls == 2
-    assert unit._gather_finish == []
+    assert unit.gather._finishes == []
     for _ in range(2):
         loss(model).backward()
         loss(plain).backward()

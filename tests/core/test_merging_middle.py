@@ -42,7 +42,7 @@ def train(model: Any, program: Callable[[Any, Tensor], list[Tensor]]) -> list[Te
         torch.manual_seed(100 * step + dist.get_rank())
         found += [each.detach() for each in run(model, torch.randn(4, 6, dtype=torch.float64))]
         for unit in model._units(True):
-            assert unit.running == 0
+            assert unit.step.running == 0
             assert unit.runtime.schedule.root is None
         params = [param for param in model.parameters() if param.requires_grad]
         grads = [param.grad for param in params if param.grad is not None]

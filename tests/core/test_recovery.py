@@ -466,6 +466,26 @@ def test_unused_parameters_after_a_backward_that_raised() -> None:
 
 
 @ours_only("the next step after an exception in backward")
+@distributed(2)
+def test_parameters_that_are_gathered_by_hand_after_a_backward_that_raised() -> None:
+    """Their gradients are reduced; those through parameters that were gathered before are not."""
+    model, plain = pair(FRAGILE)
+    assert isinstance(model, FSDPModule)
+    layer: Any = model[1]
+    x = torch.randn(2, 6, dtype=torch.float64)
+    layer.unshard()
+    gathered_before = layer.linear(x).sum()
+    fail_once(model, 2, "early in backward")
+    with pytest.raises(RuntimeError, match=r"call unshard\(\) again"):
+        gathered_before.backward()
+    layer.unshard()
+    layer.linear(x).sum().backward()
+    plain[1].linear(x).sum().backward()
+    average_gradients(plain)
+    assert_same_gradients(model, plain)
+
+
+@ours_only("the next step after an exception in backward")
 @pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=["sharded", "replicas"])
 @distributed(2)
 def test_the_step_after_a_reduction_without_memory_is_right(shape: tuple[int, ...]) -> None:

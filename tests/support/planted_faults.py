@@ -234,7 +234,7 @@ FAULTS = (
     Fault(
         "a unit that stays gathered computes with weights of before the step",
         UNIT,
-        "return self.param_group.versions() != self._versions",
+        "return self.param_group.versions() != self.gather.versions",
         "return False",
         test="tests/core/test_reshard.py"
         "::test_what_two_ranks_keep_for_backward_is_not_used_after_a_write",

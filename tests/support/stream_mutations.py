@@ -24,7 +24,7 @@ from fsdp2.runtime.hooks import UnitHooks
 from fsdp2.runtime.reduction import Reduction, ReductionsInFlight
 from fsdp2.runtime.runtime import Runtime
 from fsdp2.runtime.states import State
-from fsdp2.runtime.unit import Forward, Unit
+from fsdp2.runtime.unit import Forward, Gather, Unit
 from fsdp2.sharding.bucket import Bucket, GradientStore
 from fsdp2.sharding.plans import GatherPlan
 from fsdp2.testing import Kind
@@ -220,7 +220,7 @@ def _event_on(which: str) -> Callable[[Any], Any]:
 
 def _drop_in_flight(unit: Unit, *_: Any, **__: Any) -> None:
     if unit.state is State.GATHERING:
-        unit._gather_finish.clear()
+        unit.gather._finishes.clear()
         unit.state = State.UNSHARDED
 
 
@@ -256,21 +256,21 @@ def _release_in_flight(self: Bucket) -> None:
         self.grads.free()
 
 
-def _free_secondary(_: Unit, bucket: Bucket, *__: Any) -> None:
+def _free_secondary(_: Gather, bucket: Bucket, *__: Any) -> None:
     shards = shards_of(bucket)
     if shards is not None and shards.saved:
         shards.free()
 
 
 def _finish_twice(self: Unit, streams: Any) -> None:
-    for finish in [*self._gather_finish, *self._gather_finish]:
+    for finish in [*self.gather._finishes, *self.gather._finishes]:
         finish()
-    self._gather_finish.clear()
+    self.gather._finishes.clear()
     self.state = State.UNSHARDED
 
 
 def _finish_never(self: Unit, streams: Any) -> None:
-    self._gather_finish.clear()
+    self.gather._finishes.clear()
     self.state = State.UNSHARDED
 
 
@@ -286,7 +286,7 @@ def _reset_lazily(self: Runtime) -> None:
         unit.gradients.drop()
         for bucket in unit.buckets:
             bucket.in_flight.clear()
-        unit.backward_began = False
+        unit.step.backward_began = False
     self.in_backward = False
     self.schedule.root = None
 
@@ -312,7 +312,7 @@ def _free_held_while_gathering(unit: Unit, streams: Any, buckets: Any = None) ->
 
 def _wait_for_nothing_kept(unit: Unit, *_: Any) -> None:
     if any(bucket.cached for bucket in unit.buckets):
-        unit._waits_for_gather = False
+        unit.gather._is_needed = False
 
 
 def _free_what_is_held(unit: Unit, streams: Any, **_: Any) -> None:
@@ -593,7 +593,7 @@ MUTATIONS: dict[str, Mutation] = {
     "secondary shards are freed before they are gathered": Mutation(
         "regroups",
         GONE,
-        lambda: after(Unit, "_prepare", _free_secondary),
+        lambda: after(Gather, "_prepare", _free_secondary),
     ),
     # after exceptions
     "a failed backward forgets its reductions": Mutation(

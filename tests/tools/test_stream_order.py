@@ -153,11 +153,11 @@ def test_pipelines_reach_what_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None
     def counted_gather(self: DeferredWeightGrads, unit: Unit) -> None:
         before = unit.state
         gather(self, unit)
-        deferred = any(other.is_read_outside for other in unit.runtime.units)
+        deferred = any(other.step.is_read_outside for other in unit.runtime.units)
         seen["gathered apart"] += deferred and before is not unit.state
 
     def counted_reduce(self: DeferredWeightGrads, unit: Unit) -> None:
-        there = unit.is_read_outside and unit.gradients.has_unsharded()
+        there = unit.step.is_read_outside and unit.gradients.has_unsharded()
         reduce(self, unit)
         seen["reduced" if unit.config.reduce_grads else "added up"] += there
 

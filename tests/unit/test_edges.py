@@ -54,7 +54,7 @@ ALLOWED = {
     "__torch_function__() __torch_dispatch__()",
     "runtime/borders.py": "ctx enter node",
     "features/transforms.py": "ctx enter inputs output",
-    "runtime/unit.py": "self.input_nodes self.of_parts",
+    "runtime/unit.py": "input_nodes self.of_parts",
     "runtime/events.py": "Runtime parts",
     "features/middle.py": "output post_forward()",
     "runtime/hooks.py": "grad node output value states checker given made method args kwargs _ "

@@ -88,7 +88,7 @@ class EarlyFree(TreePart):
         enters the last block. Otherwise it would be held until the embedding's is done, too.
         """
         config = unit.config
-        if not (unit.backward_began and config.reduce_grads) or unit.gradients.holds_earlier:
+        if not (unit.step.backward_began and config.reduce_grads) or unit.gradients.holds_earlier:
             return
         if config.reduce_unused:
             return  # which gradients are complete by now differs from rank to rank
@@ -111,7 +111,7 @@ class EarlyFree(TreePart):
         the weight by then, and its gradient waits for the embedding's."""
         for bucket, i in self._found_in(unit).embeddings:
             param = bucket.params[i]
-            tied = len(param.owners) > 1 and not unit.backward_began
+            tied = len(param.owners) > 1 and not unit.step.backward_began
             if not (tied or bucket.cached or param in _recalled):
                 self._free(unit, bucket, i)
 

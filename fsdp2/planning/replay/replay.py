@@ -324,8 +324,8 @@ class _ReplayRuntime(Runtime):
     def pre_forward(self, unit: Any, module: nn.Module | None = None) -> None:
         if self.in_backward:  # recomputation
             unit.unshard(self.streams)
-            unit.recomputed = True
-            if not unit.backward_began and not unit.has_graph:  # a reentrant checkpoint
+            unit.step.recomputed = True
+            if not unit.step.backward_began and not unit.has_graph:  # a reentrant checkpoint
                 unit.recomputes_all = True
             return
         super().pre_forward(unit)
@@ -453,7 +453,7 @@ class Player:
             forward = self._ended(unit) if event.flag else None
             self.runtime.post_forward(unit, differentiable=event.flag, forward=forward)
         elif event.kind is events.CallKind.BACKWARD_ENTER:
-            if not unit.backward_began:
+            if not unit.step.backward_began:
                 unit.num_accumulated = 0
             self.runtime.pre_backward(unit, self._reached(unit), accumulates=self._accumulates())
         else:

@@ -36,6 +36,7 @@ from ...policy import (
 )
 from ...runtime.events import TreeEvents, TreePart
 from ...runtime.hooks import UnitHooks
+from ...runtime.unit import StepState
 from ...runtime.unit_config import UnitConfig
 from ...sharding.bucket import KEEPS_DTYPES
 from ...wrap import parameters_of
@@ -209,7 +210,7 @@ def _run(
         sent = run(loss_of, between, before_weights)
         recorder.take_left()
         for unit in recorder.units:
-            unit.input_nodes.clear()  # as `Runtime.free_units` does
+            unit.step.input_nodes.clear()  # as `Runtime.free_units` does
     recorder.flush()
     trace.outputs, trace.sent_bytes, trace.returned_bytes = sent
     if offloaded is not None:
@@ -383,9 +384,7 @@ class _TracedUnit:
         self.number = number
         self.config = UnitConfig(mp_policy)
         self.device = torch.device("cpu")
-        self.backward_began = False
-        self.running = 0
-        self.input_nodes: dict[int, Any] = {}
+        self.step = StepState()
         self.runtime: Any = None
         self.param_group = SimpleNamespace(num_plans=1)  # (never planned anew)
 
@@ -393,7 +392,7 @@ class _TracedUnit:
 class _Recorder:
     """Takes the place of a runtime and records the calls to it."""
 
-    num_backwards = 0
+    backward = "the only one"
     on = TreeEvents(TreePart, ())
 
     def __init__(
@@ -459,7 +458,7 @@ class _Recorder:
         self._call(events.CallKind.BACKWARD_ENTER, unit)
 
     def post_backward(self, unit: Any) -> None:
-        unit.input_nodes.clear()  # as `Runtime.post_backward` does
+        unit.step.input_nodes.clear()  # as `Runtime.post_backward` does
         self._call(events.CallKind.BACKWARD_LEAVE, unit)
 
     def exchange(self, ranks: int) -> Callable[[int], None]:
