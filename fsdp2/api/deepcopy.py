@@ -121,7 +121,7 @@ def _copy_object(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 def _copy_unit(unit: Unit, memo: dict[int, Any]) -> None:
     """Copy a unit's storages and parameters; the copy still refers to the modules of ``unit``."""
-    unit.param_group.adopt_user_freezing()  # done to what is gathered
+    unit.param_group.freezing.adopt()  # done to what is gathered
     config = replace(unit.config)
     if config.shared_streams is None and unit.runtime is not None:
         # Shared streams: each can reuse at once what the other frees.

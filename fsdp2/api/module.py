@@ -83,7 +83,7 @@ class FSDPModule(_Base):
         if unit.runtime is not None:
             for tell in runtime_of(unit).on.before_user_reshards:
                 tell(unit)
-            unit.param_group.adopt_user_freezing()
+            unit.param_group.freezing.adopt()
             runtime_of(unit).reshard(unit)
 
     # -- settings ---------------------------------------------------------------------------

@@ -39,6 +39,61 @@ requires_grad_of = attrgetter("requires_grad")
 _version = attrgetter("_version")
 
 
+class Freezing:
+    """Which parameters of a unit are trained.
+
+    Users freeze and thaw either form of a parameter: the sharded one, or what modules show instead.
+
+    Attributes:
+        shown: all objects that may be frozen.
+        trains: whether each of them was trained when all were last made alike.
+        in_graph: the unsharded parameters that are trained in the forwards of now.
+    """
+
+    def __init__(self) -> None:
+        self.shown: list[nn.Parameter] = []
+        self.trains: tuple[bool, ...] = ()
+        self.in_graph: list[nn.Parameter] = []
+        self._params: list[tuple[ShardedParam, bool]] = []
+
+    def adopt(self) -> bool:
+        """Freeze and thaw sharded parameters as users did with those that modules show instead.
+
+        Returns:
+            Whether users have frozen or thawed either; a `show` has to follow.
+        """
+        # (All in one list: one comparison, however many kinds there are.)
+        if tuple(map(requires_grad_of, self.shown)) == self.trains:
+            return False
+        for param, was_trained in self._params:
+            for other in _shown_instead(param):
+                if other.requires_grad != was_trained:
+                    param.sharded.requires_grad_(not was_trained)
+        return True
+
+    def show(self, params: Iterable[ShardedParam]) -> None:
+        """Freeze and thaw what modules show like the sharded parameters, and remember what is so.
+
+        All of them at once: one that was left behind would count as frozen or thawed by the user.
+        """
+        self._params = [(param, param.sharded.requires_grad) for param in params]
+        self.shown, self.in_graph = [param.sharded for param, _ in self._params], []
+        for param, is_trained in self._params:
+            for other in _shown_instead(param):
+                self.shown.append(other)
+                if other.requires_grad != is_trained:
+                    other.requires_grad_(is_trained)
+            if is_trained and param.unsharded is not None and param.unsharded.requires_grad:
+                self.in_graph.append(param.unsharded)
+        self.trains = tuple(map(requires_grad_of, self.shown))
+
+
+def _shown_instead(param: ShardedParam) -> list[nn.Parameter]:
+    """What modules may show instead of a sharded parameter, and can be trained."""
+    shown = (param.unsharded, param.secondary)
+    return [other for other in shown if other is not None and other.is_floating_point()]
+
+
 class ParamGroup:
     """The parameters of one unit and their storages.
 
@@ -49,10 +104,7 @@ class ParamGroup:
         gather_tags, reduce_tags: the first message tag of each bucket.
         unsharded: the parameters that compute, in the order of ``params``; None before the first
             gather.
-        is_trained: whether each of ``params`` requires a gradient.
-        in_graph: those of ``unsharded`` that are trained in the forwards of now.
-        shown, trains: all that may be frozen, and what of it was trained when that was last looked
-            at; see `follow_freezing`.
+        freezing: which of ``params`` are trained.
         dirty: sharded parameters were replaced: plan again before the next use.
         materialized: whether everything that a gather needs has been made.
         num_plans: how often it has: graphs refer to the storages of one time.
@@ -84,10 +136,7 @@ class ParamGroup:
         self.gather_tags: list[int] = []
         self.reduce_tags: list[int] = []
         self.unsharded: list[nn.Parameter | None] = []
-        self.is_trained: tuple[bool, ...] = ()
-        self.in_graph: list[nn.Parameter] = []
-        self.shown: list[nn.Parameter] = []
-        self.trains: tuple[bool, ...] = ()
+        self.freezing = Freezing()
         self.dirty = False
         self.materialized = False
         self.num_plans = 0
@@ -97,8 +146,6 @@ class ParamGroup:
         self._gather_batches: dict[tuple[GatherPlan, ...], GatherBatch] = {}
         self._reserved_tags = (-1, 0)  # the first one, and how many each bucket has
         self._sharded: list[nn.Parameter] = []
-        # What is compared to see what was frozen or thawed since: `is_trained` is of the first.
-        self._planned: list[ShardedParam] = []
         self._versioned: list[torch.Tensor] = []
 
     # -- planning ---------------------------------------------------------------------------
@@ -411,7 +458,7 @@ class ParamGroup:
 
     def plan_registration(self) -> None:
         """Make the lists over the present parameters, here and in the registration."""
-        if self.adopt_user_freezing():
+        if self.freezing.adopt():
             self.generation += 1
         self._registration.plan(self.params)
         self._sharded = [p.sharded for p in self.params]
@@ -420,7 +467,7 @@ class ParamGroup:
         # A wrapper subclass can be written through its inner tensors: its own counter stays then.
         inner = [t for p in self.params if p.extension for t in inner_tensors(p.local)]
         self._versioned = [*locals_, *inner]
-        self._show_freezing()
+        self.freezing.show(self.params)
 
     def register_sharded(self) -> None:
         """Register sharded parameters that were made again or have other owners now."""
@@ -437,52 +484,18 @@ class ParamGroup:
         Returns:
             Whether anything had changed.
         """
-        # (All in one list: one comparison, however many kinds there are.)
-        if tuple(map(requires_grad_of, self.shown)) == self.trains:
+        freezing = self.freezing
+        if not freezing.adopt():
             return False
-        in_graph = self.in_graph
-        self.adopt_user_freezing()
-        self._show_freezing()
+        in_graph = freezing.in_graph
+        freezing.show(self.params)
         # Hooks were registered on what was trained before: they are registered again. Not now, as
         # the graph is that of before: the next forward sees a change as well.
         if midway:
-            self.trains, self.in_graph = (), in_graph
+            freezing.trains, freezing.in_graph = (), in_graph
         else:
             self.generation += 1
         return True
-
-    def adopt_user_freezing(self) -> bool:
-        """Freeze and thaw sharded parameters as users did with those that modules show instead.
-
-        Returns:
-            Whether users have frozen or thawed either; `follow_freezing` then has to see it.
-        """
-        if tuple(map(requires_grad_of, self.shown)) == self.trains:
-            return False
-        for param, was_trained in zip(self._planned, self.is_trained, strict=True):
-            for shown in (param.unsharded, param.secondary):
-                if shown is None or not shown.is_floating_point():
-                    continue
-                if shown.requires_grad != was_trained:
-                    param.sharded.requires_grad_(not was_trained)
-        return True
-
-    def _show_freezing(self) -> None:
-        """Freeze and thaw what modules show like the sharded parameters, and note what is so now.
-
-        All of them at once: one that was left behind would count as frozen or thawed by the user.
-        """
-        self._planned, self.shown = list(self.params), list(self._sharded)
-        for param in self.params:
-            for shown in (param.unsharded, param.secondary):
-                if shown is None or not shown.is_floating_point():
-                    continue
-                self.shown.append(shown)
-                if shown.requires_grad != param.sharded.requires_grad:
-                    shown.requires_grad_(param.sharded.requires_grad)
-        self.in_graph = [p for p in self.unsharded if p is not None and p.requires_grad]
-        self.is_trained = tuple(map(requires_grad_of, self._sharded))
-        self.trains = tuple(map(requires_grad_of, self.shown))
 
     def versions(self) -> tuple[int, int]:
         """Counters of writes to the sharded parameters: to this rank's rows, and by operators on

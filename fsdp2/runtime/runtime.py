@@ -163,7 +163,7 @@ class Runtime(Followed):
         Also if parameters were frozen or unfrozen while it was gathered, which changes a gather.
         """
         if unit.state is not State.SHARDED and (
-            unit.param_group.adopt_user_freezing() or unit.is_stale()
+            unit.param_group.freezing.adopt() or unit.is_stale()
         ):
             unit.reshard(self.streams)
         for ask in self.on.before_reuse:
@@ -309,10 +309,10 @@ class Runtime(Followed):
             ask()
         self.in_backward = self.in_iteration = True
         for unit in self.units:  # what users have frozen since the forward
-            # (Compared here, as `follow_freezing` does: a call per unit would cost more than that.)
-            group = unit.param_group
-            if tuple(map(requires_grad_of, group.shown)) != group.trains:
-                group.follow_freezing(midway=True)
+            # (Compared here, as `Freezing.adopt` does: a call per unit would cost more than that.)
+            freezing = unit.param_group.freezing
+            if tuple(map(requires_grad_of, freezing.shown)) != freezing.trains:
+                unit.param_group.follow_freezing(midway=True)
         # Autograd forgets it when the backward is over, also when that raises.
         end = partial(self.end_backward)
         self.backward = Backward(
@@ -559,7 +559,7 @@ class Runtime(Followed):
         self.reductions.complete(self.streams)
         for unit in self.units:
             if unit.state is not State.SHARDED:
-                unit.param_group.adopt_user_freezing()  # done since, to what is gathered
+                unit.param_group.freezing.adopt()  # done since, to what is gathered
             unit.reshard(self.streams)
             unit.drop_cache(self.streams)
             unit.step = StepState()

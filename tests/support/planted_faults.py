@@ -112,7 +112,7 @@ FAULTS = (
     Fault(
         "what is frozen between a forward and its backward gets a gradient",
         ROOT,
-        "group.follow_freezing(midway=True)",
+        "unit.param_group.follow_freezing(midway=True)",
         "pass",
         test="tests/core/test_frozen_midway.py"
         "::test_what_is_frozen_after_its_forward_gets_no_gradient",
@@ -420,7 +420,7 @@ FAULTS = (
     Fault(
         "a copy of what was frozen while gathered trains",
         "api/deepcopy.py",
-        "    unit.param_group.adopt_user_freezing()  # done to what is gathered\n",
+        "    unit.param_group.freezing.adopt()  # done to what is gathered\n",
         "",
         test="tests/core/test_programs.py::test_found_programs",
         families=("freezing", "models"),

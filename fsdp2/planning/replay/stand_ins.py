@@ -492,11 +492,6 @@ class CountedParamGroup(ParamGroup):
         return 1 if group is None else self.replay.topology.ring(group).num_nodes
 
     @override
-    def adopt_user_freezing(self) -> bool:
-        """Nobody freezes anything here."""
-        return False
-
-    @override
     def _make_transports(self) -> None:
         policy = self._config.comm_options.policy
         made = {b.mesh: _Transports(self.replay, b.mesh, self.device, policy) for b in self.buckets}
