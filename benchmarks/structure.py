@@ -12,6 +12,9 @@ Functions are those that do something: not what a protocol or the list of events
 Steps run as rank 0 of a `fake` group of two, so that one process is enough and every collective is
 still called, on the path of the backends that coalesce them. ``tests/tools/test_structure.py``
 holds the numbers to limits.
+
+Branch points are those of McCabe (1976) in the functions that a step enters: conditions, loops,
+handlers, and each ``and`` and ``or``. Fields are what the methods of a class assign to ``self``.
 """
 
 from __future__ import annotations
@@ -143,6 +146,70 @@ def _docstring_lines(tree: ast.Module) -> set[int]:
     return lines
 
 
+def branch_points(package: Path, entered: Entered) -> int:
+    """The branch points of the functions in ``entered``."""
+    count = 0
+    for file in entered.files:
+        names = {function for path, function in entered.functions if path == file}
+        for name, function in _functions(ast.parse((package / file).read_text())):
+            if name in names:
+                count += sum(map(_branches, _inside(function)))
+    return count
+
+
+def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+    """All functions in ``tree``, with their qualified names."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef):
+            yield prefix + node.name, node
+            yield from _functions(node, f"{prefix}{node.name}.<locals>.")
+        elif isinstance(node, ast.ClassDef):
+            yield from _functions(node, f"{prefix}{node.name}.")
+        else:
+            yield from _functions(node, prefix)
+
+
+def _inside(function: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function, without those of functions in it."""
+    for node in ast.iter_child_nodes(function):
+        if not isinstance(node, ast.FunctionDef):
+            yield node
+            yield from _inside(node)
+
+
+def _branches(node: ast.AST) -> int:
+    if isinstance(node, ast.BoolOp):
+        return len(node.values) - 1
+    if isinstance(node, ast.comprehension):
+        return 1 + len(node.ifs)
+    return isinstance(node, ast.If | ast.IfExp | ast.For | ast.While | ast.ExceptHandler)
+
+
+# The classes of a step, by the file that each is in.
+CLASSES = {
+    "Runtime": "runtime/runtime.py",
+    "Unit": "runtime/unit.py",
+    "ParamGroup": "runtime/param_group.py",
+    "Bucket": "sharding/bucket.py",
+    "Reduction": "runtime/reduction.py",
+}
+
+
+def fields_of(name: str) -> list[str]:
+    """The fields of one of `CLASSES`."""
+    tree = ast.parse((PACKAGE / CLASSES[name]).read_text())
+    cls = next(n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == name)
+    assigned = (
+        node.attr
+        for node in ast.walk(cls)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    )
+    return sorted(set(assigned))
+
+
 @contextmanager
 def entering(package: Path) -> Iterator[Entered]:
     """Note the functions of ``package`` that are called inside.
@@ -246,12 +313,18 @@ def show(measured: dict[str, Entered]) -> None:
             f"{name:38}{size.files:7}{size.code_lines:12}{size.functions:11}"
             f"{size.comments_per_100:14.1f}  {size.largest[1]}, {size.largest[0]} lines"
         )
-    print(f"\n{'entered by':38}{'files':>7}{'functions':>12}{'calls':>11}{'calls/file change':>19}")
+    print(
+        f"\n{'entered by':38}{'files':>7}{'functions':>12}{'calls':>11}{'calls/file change':>19}"
+        f"{'branch points':>15}"
+    )
     for name, entered in measured.items():
+        branches = branch_points(TORCH if name.endswith("torch") else PACKAGE, entered)
         print(
             f"{name:38}{len(entered.files):7}{len(entered.functions):12}{len(entered.calls):11}"
-            f"{entered.calls_per_file_change:19.1f}"
+            f"{entered.calls_per_file_change:19.1f}{branches:15}"
         )
+    counts = ", ".join(f"{name} {len(fields_of(name))}" for name in CLASSES)
+    print(f"\nfields of the classes of a step: {counts}")
 
 
 def main() -> None:

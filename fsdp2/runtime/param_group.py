@@ -474,19 +474,14 @@ class ParamGroup:
         self.plan_registration()
         self._registration.register("sharded")
 
-    def follow_freezing(self, *, midway: bool = False) -> bool:
-        """Freeze and thaw what modules show instead of sharded parameters as users did with either.
+    def show_freezing(self, *, midway: bool = False) -> None:
+        """Freeze and thaw what modules show instead of sharded parameters like these.
 
         Args:
             midway: between a forward and its backward: autograd gives no gradients to what is
                 frozen then.
-
-        Returns:
-            Whether anything had changed.
         """
         freezing = self.freezing
-        if not freezing.adopt():
-            return False
         in_graph = freezing.in_graph
         freezing.show(self.params)
         # Hooks were registered on what was trained before: they are registered again. Not now, as
@@ -495,7 +490,6 @@ class ParamGroup:
             freezing.trains, freezing.in_graph = (), in_graph
         else:
             self.generation += 1
-        return True
 
     def versions(self) -> tuple[int, int]:
         """Counters of writes to the sharded parameters: to this rank's rows, and by operators on

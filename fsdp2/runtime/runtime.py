@@ -271,7 +271,8 @@ class Runtime(Followed):
             unit.gradients.sum_in_reduce_dtype(wanted=not config.reduce_grads)
         if unit is self.schedule.begins_backward:
             self.schedule.begins_backward = None
-            if unit.is_rewritten():
+            # Writes that all ranks know of: those by operators on the DTensors.
+            if group.versions()[1] != unit.gather.versions[1]:
                 unit.reshard(self.streams)
         # If some were freed early, all that backward reads is there still.
         if unit.state is not State.PARTLY_FREED and config.unshard_in_backward:
@@ -312,7 +313,8 @@ class Runtime(Followed):
             # (Compared here, as `Freezing.adopt` does: a call per unit would cost more than that.)
             freezing = unit.param_group.freezing
             if tuple(map(requires_grad_of, freezing.shown)) != freezing.trains:
-                unit.param_group.follow_freezing(midway=True)
+                freezing.adopt()
+                unit.param_group.show_freezing(midway=True)
         # Autograd forgets it when the backward is over, also when that raises.
         end = partial(self.end_backward)
         self.backward = Backward(

@@ -112,7 +112,8 @@ class Schedule:
         to last are not waited for."""
         if self.outstanding:
             self.outstanding = {number for number in self.outstanding if number > self._reached}
-        self.forget_ungraphed()
+        if self._ungraphed:
+            self.forget_ungraphed()
 
     def drop_held(self) -> None:
         """Stop holding forwards of earlier passes: then only those live that graphs hold."""

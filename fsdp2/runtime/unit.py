@@ -151,19 +151,22 @@ class Gather:
         self._finishes: list[Finish] = []
         self._event: Event = None
         self._is_needed = False  # not everything was cached
+        self._packed: list[Bucket] = []  # whose packs have memory of their own
 
     def launch(self, streams: Streams) -> None:
         """Allocate, and start the all-gathers of all buckets that are not cached."""
         buckets = self._param_group.buckets
         indices = [index for index, bucket in enumerate(buckets) if not bucket.cache_valid]
         self._is_needed = bool(indices)
+        self._packed = [bucket for bucket in buckets if bucket.has_own_pack]
         if indices:
             if streams.stream_ordered:
                 with streams.gathering():
                     self._issue(indices)
-                    # The copies out of the pack are queued already, and memory that is freed on
+                    # The copies out of the packs are queued already, and memory that is freed on
                     # this stream goes to nothing that could overtake them.
-                    self._free_packs()
+                    for bucket in self._packed:
+                        bucket.free_pack()
                     self._event = streams.gathered(self._event)
             else:
                 self._issue(indices)
@@ -229,12 +232,6 @@ class Gather:
             bucket.fill_own_slices()
         return transports.gather, bucket.plan
 
-    def _free_packs(self) -> None:
-        """Free the packs, whose parameters have been copied to their places."""
-        for bucket in self._param_group.buckets:
-            if bucket.has_own_pack:
-                bucket.free_pack()
-
     def wait(self, streams: Streams) -> None:
         """Let compute use what is gathered.
 
@@ -251,10 +248,10 @@ class Gather:
         except RuntimeError as error:
             del self._finishes[0]
             self.abandon()  # the other messages still write to the memory that is freed next
-            self._free_packs()
             reraise(error, self._describe(), self._param_group.mesh.shard_group)
         if launched:
-            self._free_packs()
+            for bucket in self._packed:  # it was copied to its places
+                bucket.free_pack()
         # If all was cached, nothing was launched, and the event is that of an earlier gather.
         if self._is_needed and streams.stream_ordered:
             streams.use_gathered(self._event)
@@ -411,7 +408,8 @@ class Unit:
         if param_group.dirty or not param_group.materialized:
             self.plan_anew(streams)
         in_backward = self.runtime.in_backward
-        if not in_backward and param_group.follow_freezing():
+        if not in_backward and param_group.freezing.adopt():
+            param_group.show_freezing()
             self._tell_planned()
         gather, earlier = self.gather, self.gather.versions
         if not in_backward or not config.reshard_after_backward:
@@ -525,10 +523,6 @@ class Unit:
     def is_stale(self) -> bool:
         """Whether this rank knows of writes to the shards after the last gather began."""
         return self.param_group.versions() != self.gather.versions
-
-    def is_rewritten(self) -> bool:
-        """The same for writes that all ranks know of: those by operators on the DTensors."""
-        return self.param_group.versions()[1] != self.gather.versions[1]
 
 
 def set_unit(module: nn.Module, unit: Unit) -> None:

@@ -112,7 +112,7 @@ FAULTS = (
     Fault(
         "what is frozen between a forward and its backward gets a gradient",
         ROOT,
-        "unit.param_group.follow_freezing(midway=True)",
+        "unit.param_group.show_freezing(midway=True)",
         "pass",
         test="tests/core/test_frozen_midway.py"
         "::test_what_is_frozen_after_its_forward_gets_no_gradient",
@@ -227,7 +227,7 @@ FAULTS = (
     Fault(
         "parameters that were frozen or thawed train as before",
         UNIT,
-        "if not in_backward and param_group.follow_freezing():",
+        "if not in_backward and param_group.freezing.adopt():",
         "if not in_backward and not param_group.params:",
         test="tests/core/test_frozen_lora.py::test_parameters_are_frozen_and_thawed_between_steps",
     ),
