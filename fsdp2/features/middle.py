@@ -104,9 +104,8 @@ class Middle:
 def _enter(unit: Unit, runtime: Runtime, hooks: GroupHooks, forward: Forward, grad: object) -> None:
     """Backward reached the output of a module in the middle."""
     # An earlier backward that raised has left the first two as they are.
-    if not (
-        unit.step.backward_began and unit.state is State.UNSHARDED and runtime.will_end_backward
-    ):
+    is_entered = unit.step.backward_began and unit.state is State.UNSHARDED
+    if not (is_entered and runtime.will_end_backward):
         hooks.enter_backward(forward, grad)
 
 

@@ -46,11 +46,7 @@ class UnusedParameters(TreePart):
     """Adds zeros for parameters that only other ranks have used: those wait for this rank."""
 
     runtime: Runtime
-
-    def __init__(self, runtime: Runtime) -> None:
-        super().__init__(runtime)
-        # The last backward that accumulated gradients of any unit.
-        self._accumulated_in: object = None
+    _accumulated_in: object = None  # the last backward that accumulated gradients of any unit
 
     @override
     @classmethod
