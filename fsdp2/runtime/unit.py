@@ -344,14 +344,14 @@ class Unit:
         for index in gathering:
             bucket = param_group.buckets[index]
             bucket.cache_valid = bucket.cached  # not where a launch raised: it has to be gathered
-            if bucket.offload_buffer is not None:
-                bucket.free_offload_buffer()
+            if bucket.gathered is not None and bucket.gathered.offload_buffer is not None:
+                bucket.gathered.free_offload_buffer()
 
     def _free_packs(self) -> None:
         """Free the packs, whose parameters have been copied to their places."""
         for bucket in self.param_group.buckets:
-            if bucket.has_own_pack:
-                bucket.free_pack()
+            if bucket.gathered is not None and bucket.gathered.has_own_pack:
+                bucket.gathered.free_pack()
 
     def _prepare(
         self, bucket: Bucket, transports: MeshTransports
@@ -361,19 +361,20 @@ class Unit:
         Returns:
             The transport and the plan of the gather; None twice if there is nothing to gather.
         """
-        if bucket.aliases_shards or not bucket.layout.gathered_numel:
+        gathered = bucket.gathered
+        if gathered is None or not bucket.layout.gathered_numel:
             return None, None
         if transports.allocating is None:
-            bucket.allocate()
+            gathered.allocate()
         else:
             with transports.allocating():
-                bucket.allocate()
-        secondary = bucket.secondary
+                gathered.allocate()
+        secondary = gathered.secondary
         if secondary is not None and secondary.saved:
             return transports.secondary_gather, secondary.plan
-        if bucket.fills_own_slices:
-            bucket.fill_own_slices()
-        return transports.gather, bucket.plan
+        if gathered.fills_own_slices:
+            gathered.fill_own_slices()
+        return transports.gather, gathered.plan
 
     def _current_gather(self) -> str:
         phase = "backward" if self.runtime.in_backward else "forward"
