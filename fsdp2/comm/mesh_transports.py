@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from ..custom import AllGather, ReduceScatter
 from ..policy import CommPolicy
-from ..sharding.bucket import Bucket, SecondarySource
+from ..sharding.bucket import Bucket
+from ..sharding.gathered import SecondarySource
 from ..sharding.mesh import DataParallelMesh
 from ..sharding.process_groups import connect_group
 from .transports import Transport, check_backend, make_transport, separate_group

@@ -90,7 +90,7 @@ class DeferredSums:
             and config.all_reduce_hook is None
             and not config.offload
             and i not in bucket.in_flight
-            and i not in bucket.partial_present
+            and i not in bucket.partial.present
         )
 
 

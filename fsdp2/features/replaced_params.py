@@ -137,7 +137,7 @@ def _forget_gradient(unit: Unit, param: ShardedParam) -> None:
         param.unsharded.grad = None
     for bucket in unit.buckets:
         if param in bucket.params:
-            bucket.partial_present.discard(bucket.params.index(param))
+            bucket.partial.present.discard(bucket.params.index(param))
 
 
 def _move_gradients(param: ShardedParam, unit: Unit, around: Unit) -> None:
@@ -147,7 +147,7 @@ def _move_gradients(param: ShardedParam, unit: Unit, around: Unit) -> None:
         RuntimeError: if sums over shards still wait for the sum over replicas.
     """
     around.gradients.holds_earlier |= unit.gradients.holds_earlier
-    if any(param is each for bucket in unit.buckets for each, _ in bucket.partial_parts()):
+    if any(param is each for bucket in unit.buckets for each, _ in bucket.partial.rows()):
         raise RuntimeError(
             f"Parameter '{param.fqn}' was tied to another unit between two micro-batches, and "
             "its gradients still wait for the all-reduce: do so between steps"

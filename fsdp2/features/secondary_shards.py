@@ -29,7 +29,8 @@ from ..runtime.events import TreePart, registry
 from ..runtime.runtime import Runtime
 from ..runtime.states import State
 from ..runtime.unit import Unit
-from ..sharding.bucket import Bucket, Segments, resize
+from ..sharding.bucket import Bucket
+from ..sharding.gathered import Segments, resize
 from ..sharding.layout import ALIGN_BYTES, BucketLayout, Slot, finish_layout
 from ..sharding.mesh import DataParallelMesh, device_of
 from ..sharding.param import ShardedParam, TensorSpec
@@ -346,11 +347,14 @@ class ReshardToGroups(TreePart):
 
 def shards_of(bucket: Bucket) -> SecondaryShards | None:
     """The larger shards of ``bucket``, if it is ever freed to any."""
-    return cast(SecondaryShards | None, bucket.secondary)  # there is no other such part
+    gathered = bucket.gathered
+    # (There is no other such part.)
+    return None if gathered is None else cast(SecondaryShards | None, gathered.secondary)
 
 
 def _is_saved(bucket: Bucket) -> bool:
-    return bucket.secondary is not None and bucket.secondary.saved
+    shards = shards_of(bucket)
+    return shards is not None and shards.saved
 
 
 def free(unit: Unit) -> None:

@@ -54,5 +54,5 @@ def _waiting_in(unit: Any) -> Iterable[Any]:
         if param.unsharded is not None and param.unsharded.grad is not None:
             yield param
     for bucket in unit.buckets:
-        for param, _ in bucket.partial_parts():
+        for param, _ in bucket.partial.rows():
             yield param

@@ -318,7 +318,10 @@ def _traffic(made: Replay) -> list[TrafficRow]:
         size = made.setup.num_shards
         if group == "secondary":
             size = next(
-                b.secondary.layout.num_shards for u in made.units for b in u.buckets if b.secondary
+                b.gathered.secondary.layout.num_shards
+                for u in made.units
+                for b in u.buckets
+                if b.gathered and b.gathered.secondary
             )
         ring = made.setup.topology.ring(group, size)
         _, between = split_by_link(sent - known, ring, to_all=kind == "all_to_all")

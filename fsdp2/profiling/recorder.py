@@ -139,7 +139,8 @@ class ProfileRecorder:
             if (
                 secondary
                 and transports.secondary_gather is not None
-                and bucket.secondary is not None
+                and bucket.gathered is not None
+                and bucket.gathered.secondary is not None
             ):
                 link = transports.secondary_gather
             ranks = link.group.size()

@@ -124,10 +124,10 @@ class UnitTap:
             if bucket.gathered is not None:
                 for storage in bucket.gathered.storages:
                     gathered += storage.nbytes()
-            if bucket.secondary is not None:
-                secondary += cast(SecondaryShards, bucket.secondary).nbytes
-            if bucket.partial is not None:
-                unreduced += bucket.partial.nbytes
+                if bucket.gathered.secondary is not None:
+                    secondary += cast(SecondaryShards, bucket.gathered.secondary).nbytes
+            if bucket.partial.flat is not None:
+                unreduced += bucket.partial.flat.nbytes
         log, parts = self.log, (shards, grads, gathered, secondary, unreduced)
         changed = parts != self._parts
         self._parts = parts

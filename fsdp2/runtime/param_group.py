@@ -225,7 +225,7 @@ class ParamGroup:
             grad = (param.grad_dtype_is_set, param.grad_dtype)
             key = (param.mesh, param.compute_dtype, param.dtype, trained, grad, alone)
             groups.setdefault(key, []).append(param)
-        partial = {p: part for bucket in self.buckets for p, part in bucket.partial_parts()}
+        partial = {p: part for bucket in self.buckets for p, part in bucket.partial.rows()}
         self.buckets = [
             (_own_bucket(alone) if alone else self.bucket_type)(
                 params,
@@ -243,8 +243,7 @@ class ParamGroup:
             for (mesh, gather_dtype, _, _, _, alone), params in groups.items()
         ]
         for bucket in self.buckets if partial else ():
-            bucket.adopt_partial(partial)
-        self.keep_storage(config.keep_unsharded_storage)
+            bucket.partial.adopt(partial)
         self._forget_plans()
 
     def _reduce_dtype_of(self, param: ShardedParam) -> torch.dtype:
@@ -299,7 +298,8 @@ class ParamGroup:
     def keep_storage(self, keep: bool) -> None:
         """Set whether gathered storages keep their memory when they are freed."""
         for bucket in self.buckets:
-            bucket.keeps_storage = keep
+            if bucket.gathered is not None:
+                bucket.gathered.keeps_memory = keep
 
     def change_comm_options(self, options: CommOptions) -> None:
         """Communicate as ``options`` say from the next gather on."""
@@ -321,9 +321,11 @@ class ParamGroup:
         # Graphs refer to the unsharded parameters, which hold gradients of micro-batches as well.
         self._make_transports()
         for bucket, transports in zip(self.buckets, self.transports, strict=True):
-            bucket.forget_transports()
-            if bucket.secondary is not None:
-                self.resharder(bucket.secondary.layout.num_shards).follow(bucket, transports)
+            if bucket.gathered is None or bucket.gathered.plan is None:
+                continue
+            bucket.gathered.plan.forget_transports()
+            if (secondary := bucket.gathered.secondary) is not None:
+                self.resharder(secondary.layout.num_shards).follow(bucket, transports)
 
     def make_groups(self, meshes: Iterable[DataParallelMesh]) -> None:
         """Make the process groups that gathers and reductions over ``meshes`` will use.
@@ -400,7 +402,8 @@ class ParamGroup:
                 if type(reshard_to) is int:
                     secondary = self.resharder(reshard_to).plan(bucket, transports, reshard_to)
                 bucket.materialize(secondary=secondary, split=split)
-                bucket.keep_dtypes()
+                bucket.choose_grad_dtypes()
+        self.keep_storage(self._config.keep_unsharded_storage)
         self.materialized = True
         self.num_plans += 1
         self.incomplete = not all(bucket.is_made for bucket in self.buckets)
@@ -525,7 +528,7 @@ def _policy_for(param: ShardedParam, policy: MixedPrecisionPolicy) -> MixedPreci
 def _mixes_frozen(buckets: Sequence[Bucket]) -> bool:
     """Whether a bucket has frozen and trained parameters: some were frozen or thawed since."""
     # Buckets that are planned anew lose the sums that wait in them for an all-reduce.
-    if any(bucket.partial_present for bucket in buckets):
+    if any(bucket.partial.present for bucket in buckets):
         return False
     kinds = ({p.sharded.requires_grad for p in bucket.params} for bucket in buckets)
     return any(len(kind) > 1 for kind in kinds)

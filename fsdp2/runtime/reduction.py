@@ -40,8 +40,9 @@ from ..comm.transports import Finish, done
 from ..common.failures import reraise
 from ..dtensor.from_local import local_of
 from ..dtensor.memory import with_own_storage
-from ..sharding.bucket import Bucket, GradientStore
-from ..sharding.param import ShardedParam
+from ..sharding.bucket import Bucket
+from ..sharding.gradient_store import ReductionOutput
+from ..sharding.param import ShardedParam, shard_of
 from ..sharding.plans import ReducePlan
 from .unit_config import UnitConfig
 
@@ -74,6 +75,8 @@ class Reduction:
         tag: the first of the message tags that this reduction uses.
     """
 
+    output_type: type[ReductionOutput] = ReductionOutput  # `fsdp2.planning` has one that counts
+
     def __init__(
         self,
         bucket: Bucket,
@@ -87,24 +90,17 @@ class Reduction:
         self.bucket = bucket
         self.plan = plan
         self.grads = grads
-        self.only_partial = all(map(is_, grads, repeat(None)))
         self.scatter = transports.scatter
         self.replicate = transports.replicate
-        self.is_local = self.scatter is None and self.replicate is None
         self.waits = self.replicate is not None and not config.all_reduce_grads
-        self.num_ranks = transports.mesh.size
         self.factor = config.divide_factor
         self.hook = config.all_reduce_hook
         self.hook_stream = config.all_reduce_stream
         self.tag = tag
-        self.covered = plan.covered
-        self.nbytes = plan.numel * bucket.gather_dtype.itemsize
+        # None before it is chosen and after the release, where nothing reads it.
+        self.output: ReductionOutput = None  # type: ignore[assignment]
         self.dtensors: Sequence[torch.Tensor] | dict[int, torch.Tensor] = ()
-        self.outs: list[torch.Tensor] = []
-        # None before the output is chosen and after the release, where nothing reads it.
-        self.flat: torch.Tensor = None  # type: ignore[assignment]
-        self._held: torch.Tensor | None = None
-        self.in_place = False
+        self._held: torch.Tensor | None = None  # partial sums that are in the output now
         self._fresh: Collection[int] = ()  # whose result is in `dtensors`, not added to ``.grad``
         self._finish: Finish = done
         self._event: Event = None
@@ -113,9 +109,19 @@ class Reduction:
         self._attached: list[nn.Parameter] = []
         self.added: list[Added] = []
 
+    @property
+    def is_local(self) -> bool:
+        """Whether nothing is communicated."""
+        return self.scatter is None and self.replicate is None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradients in the dtype of computation."""
+        return self.plan.numel * self.bucket.gather_dtype.itemsize
+
     def collides(self) -> bool:
         """Whether an earlier reduction that writes the same slices is not complete yet."""
-        return bool(self.bucket.in_flight & self.covered)
+        return bool(self.bucket.in_flight & self.plan.covered)
 
     # -- transitions ------------------------------------------------------------------------
 
@@ -124,7 +130,7 @@ class Reduction:
         if self.is_local:
             # Adopted by `complete`, not here: a backward that fails first drops them like any other
             # gradients, and ``.grad`` is attached in the order of launches.
-            self.bucket.in_flight |= self.covered
+            self.bucket.in_flight |= self.plan.covered
             self._event = streams.reduced()
             return
         # On compute's stream, as gradients are its to free; and before `in_flight` counts this
@@ -134,7 +140,7 @@ class Reduction:
         except BaseException:  # out of memory: nothing of it is on its way, for `discard` to end
             self._event, self._advanced = streams.reduced(), True
             raise
-        self.bucket.in_flight |= self.covered
+        self.bucket.in_flight |= self.plan.covered
         with streams.reducing():
             try:
                 self._start()
@@ -230,21 +236,22 @@ class Reduction:
                 self._run_finish()  # the all-reduce
 
     def _release(self) -> None:
-        self.grads, self.outs = (), []
-        self._held = None
-        self.flat = None  # type: ignore[assignment]
-        self.bucket.in_flight -= self.covered
+        self.grads, self._held = (), None
+        self.output = None  # type: ignore[assignment]
+        self.bucket.in_flight -= self.plan.covered
 
     def _conclude(self) -> None:
         # Hooks after the scaling, to see what ``.grad`` gets; before the write-back, since in a sum
         # with an earlier ``.grad`` they could not tell the new gradient apart.
         if not self.waits:
-            if self.factor is not None and self.factor != self.num_ranks:
-                self._scale(self.num_ranks / self.factor)
+            num_ranks = self.bucket.mesh.size
+            if self.factor is not None and self.factor != num_ranks:
+                # From the mean over all ranks, which transports give, to sum / factor.
+                self.output.scale(self.plan, num_ranks / self.factor)
             if self.hook is not None:
                 # On the CPU streams only have names, which a hook may ask for.
                 with torch.cpu.stream(self.hook_stream):
-                    for part in self._ranges():
+                    for part in self.output.ranges(self.plan):
                         self.hook(part)
             if result_hooks:
                 self._call_result_hooks()
@@ -256,74 +263,52 @@ class Reduction:
         """Write straight into the gradient storage where no gradient is attached yet."""
         # A collective overwrites whole spans. So one attached gradient is enough to send all of
         # them through a temporary output, from which each is copied or added.
-        detached = None
-        if self.bucket.has_gradients():
-            params = self.bucket.params
-            detached = [i for i in self.covered if params[i].sharded.grad is None]
-        self.store: GradientStore = self.bucket.gradient_store(detached)
+        bucket, covered, detached = self.bucket, self.plan.covered, None
+        if bucket.has_gradients():
+            detached = [i for i in covered if bucket.params[i].sharded.grad is None]
+        store = bucket.gradient_store(detached)
         transport = self.scatter or self.replicate
         assert transport is not None
-        dtype = self.dtype = transport.out_dtype(self.bucket)
-        self.in_place = (
-            dtype == self.bucket.grad_dtype
-            and self.bucket.shard_device == self.bucket.device
+        dtype = transport.out_dtype(bucket)
+        in_place = (
+            dtype == bucket.grad_dtype
+            and bucket.shard_device == bucket.device
             and not self.waits
-            and (detached is None or len(detached) == len(self.covered))
+            and (detached is None or len(detached) == len(covered))
         )
-        if self.waits and self.bucket.partial is None:
-            self.bucket.partial = self.bucket.new_partial(dtype)
+        if self.waits:
+            bucket.partial.allocate(dtype)
+        self.output = self.output_type(store, dtype, in_place=in_place)
         # Made once, with the store: to wrap gradients in DTensors in every backward would cost more
         # than the launch of their collective.
-        self.dtensors, self.flat = self.store.dtensors, self.store.flat
+        self.dtensors = store.dtensors
 
     def _start(self) -> None:
         """Allocate the output, and start to fill it."""
-        if self.only_partial:
-            # Zeros, to which `_take_partial` adds: scaling, hooks and write-back are as for others.
-            self._allocate_output()
-            for part in self._ranges():  # none: only parameters without elements
+        if all(map(is_, self.grads, repeat(None))):
+            # Zeros, to which partial sums are added: hooks and write-back are as for others.
+            self.output.allocate(self.plan, self.bucket.device)
+            for part in self.output.ranges(self.plan):  # none: only parameters without elements
                 part.zero_()
         elif self.scatter is None:
-            self._copy_to_output()
+            self.output.allocate(self.plan, self.bucket.device)
+            self.output.copy_from(self.grads, self.plan, self.bucket.layout)
         elif self.plan.spans:  # none: only parameters without elements
-            self._allocate_output()
+            # Memory of the reduce-scatter stream, which may reuse it as soon as it is dropped:
+            # `_release` comes after `use_reduced`, where that stream waits for the all-reduce, too.
+            self.output.allocate(self.plan, self.bucket.device)
             self._finish = self.scatter.reduce_scatter(
-                self.bucket, self.plan, self.grads, self.outs, self.tag
+                self.bucket, self.plan, self.grads, self.output.views, self.tag
             )
 
     def _reduce_over_replicas(self) -> None:
         """Start the all-reduce of what was reduced over shards, or leave it to a later backward."""
         if self.waits:
-            self._add_to_partial()
+            self.bucket.partial.add(self.output.flat, self.plan)
         elif self.replicate is not None:
-            self._take_partial()
+            # Compute, on whose stream it was allocated, does not read it last: see `use_reduced`.
+            self._held = self.bucket.partial.move_to(self.output.flat, self.plan)
             self._finish = self.replicate.all_reduce(self._parts(), self.tag)
-
-    def _allocate_output(self) -> None:
-        if self.in_place:
-            self.outs = self.store.outputs(self.plan)
-            return
-        numel = self.bucket.layout.shard_numel
-        # Memory of the reduce-scatter stream, which may reuse it as soon as it is dropped:
-        # `_release` comes after `use_reduced`, where that stream waits for the all-reduce, too.
-        self.flat = torch.empty(numel, dtype=self.dtype, device=self.bucket.device)
-        self.outs = self.plan.outputs(self.flat)
-
-    def _copy_to_output(self) -> None:
-        """One shard: the gradients are the sharded gradients; only copied into one storage."""
-        # Neighbours in one storage are one call of the all-reduce. What autograd made may be many
-        # tensors, and may start at any byte, where NCCL is slow.
-        self._allocate_output()
-        slots = self.bucket.layout.slots
-        outs, grads = [], []
-        for i in self.plan.present:
-            grad, slot = self.grads[i], slots[i]
-            assert grad is not None
-            grads.append(grad)
-            outs.append(
-                self.flat[slot.shard_offset : slot.shard_offset + grad.numel()].view(grad.shape)
-            )
-        torch._foreach_copy_(outs, grads)
 
     def _adopt(self) -> None:
         """One rank: the gradients are the sharded gradients, without a copy."""
@@ -356,55 +341,23 @@ class Reduction:
         self._finish()
         self._finish = done  # a second wait for a message would write its data again
 
-    def _ranges(self) -> list[torch.Tensor]:
-        return [self.flat[offset : offset + numel] for offset, numel in self.plan.ranges]
-
     def _parts(self) -> list[torch.Tensor]:
-        """What the all-reduce takes: neighbours are merged, unless it has to know where parameters
-        end."""
+        """What the all-reduce takes: merged neighbours, if it need not know single parameters."""
         cut = getattr(self.replicate, "cut", None)
-        return self._ranges() if cut is None else cut(self.bucket, self.plan, self.flat)
-
-    def _add_to_partial(self) -> None:
-        """Add what was reduced over shards only to the sums that wait for a later all-reduce."""
-        bucket = self.bucket
-        assert bucket.partial is not None
-        for offset, numel in self.plan.ranges:
-            bucket.partial[offset : offset + numel] += self.flat[offset : offset + numel]
-        bucket.partial_present.update(self.plan.present)
-
-    def _take_partial(self) -> None:
-        """Add the sums that earlier reductions left, which were over shards only."""
-        bucket = self.bucket
-        if bucket.partial is None:
-            return
-        for i in self.plan.present:  # the others have a reduction of their own to come
-            slot = bucket.layout.slots[i]
-            part = slice(slot.shard_offset, slot.shard_offset + slot.shard_numel)
-            self.flat[part] += bucket.partial[part]
-            bucket.partial[part] = 0
-        bucket.partial_present.difference_update(self.plan.present)
-        if not bucket.partial_present:
-            # Compute, on whose stream it was allocated, does not read it last: see `use_reduced`.
-            self._held, bucket.partial = bucket.partial, None
-
-    def _scale(self, by: float) -> None:
-        """Turn the mean over all ranks, which transports give, into sum / factor."""
-        for part in self._ranges():
-            part.mul_(by)
+        output = self.output
+        return output.ranges(self.plan) if cut is None else cut(self.bucket, self.plan, output.flat)
 
     def _call_result_hooks(self) -> None:
         """Call users' hooks, which may change what is about to be added to ``.grad``."""
-        bucket = self.bucket
+        bucket, output = self.bucket, self.output
         for i in self.plan.present:
             param, slot = bucket.params[i], bucket.layout.slots[i]
             if not param.sharded._backward_hooks:
                 continue
-            if self.in_place:
-                result, seen = self.store.locals[i], self.dtensors[i]
+            if output.in_place:
+                result, seen = output.store.locals[i], self.dtensors[i]
             else:
-                start, shape = slot.shard_offset, slot.local_shape(bucket.rank)
-                result = self.flat[start : start + slot.local_numel(bucket.rank)].view(shape)
+                result = shard_of(output.flat, slot, bucket.rank)
                 seen = param.sharded_spec.wrap(result.to(bucket.shard_device, bucket.grad_dtype))
             made = local_of(result_hooks[-1](param, seen))
             if made is not result:
@@ -412,24 +365,21 @@ class Reduction:
 
     def _write_back(self) -> None:
         """Copy the temporary output into the gradient storage, or add it to ``.grad``."""
-        if self.in_place:
-            self._fresh = self.covered
+        output = self.output
+        if output.in_place:
+            self._fresh = self.plan.covered
             return
         fresh: set[int] = set()
         self._fresh = fresh
-        params, store = self.bucket.params, self.store
-        slots, rank = self.bucket.layout.slots, self.bucket.rank
+        params, slots, rank = self.bucket.params, self.bucket.layout.slots, self.bucket.rank
         for i in self.plan.present:
-            slot = slots[i]
-            numel = slot.local_numel(rank)
-            value = self.flat[slot.shard_offset : slot.shard_offset + numel]
-            value = value.view(slot.local_shape(rank))
+            value = shard_of(output.flat, slots[i], rank)
             grad = params[i].sharded.grad
             if grad is None:
                 fresh.add(i)
                 # Offloaded: the host waits once for all copies, in `Runtime.synchronize`, or in
                 # `complete` where a hook is to read this one.
-                store.locals[i].copy_(value, non_blocking=True)
+                output.store.locals[i].copy_(value, non_blocking=True)
             else:
                 # An offloaded ``.grad`` is added to by the host, now: this copy has to block.
                 self._add_to_grad(params[i], value.to(local_of(grad).device))

@@ -24,6 +24,7 @@ from ..comm.streams import Event, Streams
 from ..comm.transports import Finish, Transport, done
 from ..common.failures import reraise
 from ..sharding.bucket import Bucket
+from ..sharding.gathered import GatheredStorage
 from ..sharding.mesh import DataParallelMesh
 from ..sharding.param import ShardedParam, managed_as
 from ..sharding.plans import GatherBatch, GatherPlan
@@ -151,22 +152,22 @@ class Gather:
         self._finishes: list[Finish] = []
         self._event: Event = None
         self._is_needed = False  # not everything was cached
-        self._packed: list[Bucket] = []  # whose packs have memory of their own
+        self._packed: list[GatheredStorage] = []  # whose packs have memory of their own
 
     def launch(self, streams: Streams) -> None:
         """Allocate, and start the all-gathers of all buckets that are not cached."""
         buckets = self._param_group.buckets
         indices = [index for index, bucket in enumerate(buckets) if not bucket.cache_valid]
         self._is_needed = bool(indices)
-        self._packed = [bucket for bucket in buckets if bucket.has_own_pack]
+        self._packed = [g for b in buckets if (g := b.gathered) is not None and g.has_own_pack]
         if indices:
             if streams.stream_ordered:
                 with streams.gathering():
                     self._issue(indices)
                     # The copies out of the packs are queued already, and memory that is freed on
                     # this stream goes to nothing that could overtake them.
-                    for bucket in self._packed:
-                        bucket.free_pack()
+                    for gathered in self._packed:
+                        gathered.free_pack()
                     self._event = streams.gathered(self._event)
             else:
                 self._issue(indices)
@@ -207,8 +208,8 @@ class Gather:
         for index in indices:
             bucket = param_group.buckets[index]
             bucket.cache_valid = bucket.cached  # not where a launch raised: it has to be gathered
-            if bucket.offload_buffer is not None:
-                bucket.free_offload_buffer()
+            if bucket.gathered is not None and bucket.gathered.offload_buffer is not None:
+                bucket.gathered.free_offload_buffer()
 
     def _prepare(
         self, bucket: Bucket, transports: MeshTransports
@@ -218,19 +219,20 @@ class Gather:
         Returns:
             The transport and the plan of the gather; None twice if there is nothing to gather.
         """
-        if bucket.aliases_shards or not bucket.layout.gathered_numel:
+        gathered = bucket.gathered
+        if gathered is None or not bucket.layout.gathered_numel:
             return None, None
         if transports.allocating is None:
-            bucket.allocate()
+            gathered.allocate()
         else:
             with transports.allocating():
-                bucket.allocate()
-        secondary = bucket.secondary
+                gathered.allocate()
+        secondary = gathered.secondary
         if secondary is not None and secondary.saved:
             return transports.secondary_gather, secondary.plan
-        if bucket.fills_own_slices:
-            bucket.fill_own_slices()
-        return transports.gather, bucket.plan
+        if gathered.fills_own_slices:
+            gathered.fill_own_slices()
+        return transports.gather, gathered.plan
 
     def wait(self, streams: Streams) -> None:
         """Let compute use what is gathered.
@@ -250,8 +252,8 @@ class Gather:
             self.abandon()  # the other messages still write to the memory that is freed next
             reraise(error, self._describe(), self._param_group.mesh.shard_group)
         if launched:
-            for bucket in self._packed:  # it was copied to its places
-                bucket.free_pack()
+            for gathered in self._packed:
+                gathered.free_pack()
         # If all was cached, nothing was launched, and the event is that of an earlier gather.
         if self._is_needed and streams.stream_ordered:
             streams.use_gathered(self._event)

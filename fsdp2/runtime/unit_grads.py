@@ -18,7 +18,7 @@ from .param_group import ParamGroup, requires_grad_of
 from .reduction import Reduction
 from .unit_config import UnitConfig
 
-_partial_of = attrgetter("partial_present")
+_partial_of = attrgetter("partial.present")
 Taken = list[dict[int, torch.Tensor]]  # for each bucket: index of a parameter -> its gradient
 
 
@@ -169,8 +169,7 @@ class UnitGrads:
             if param.unsharded is not None:
                 param.unsharded.grad = None
         for bucket in self._param_group.buckets:
-            bucket.partial = None
-            bucket.partial_present.clear()
+            bucket.partial.drop()
 
     # -- reducing ---------------------------------------------------------------------------
 
@@ -188,11 +187,11 @@ class UnitGrads:
                 # Before the reduction is made: it takes its dtypes, and ``.grad``, from the bucket.
                 bucket.widen(grads.values())
             present: Collection[int] = grads.keys()
-            if final and config.all_reduce_grads and bucket.partial_present:
+            if final and config.all_reduce_grads and bucket.partial.present:
                 if not grads:
-                    present = bucket.partial_present  # nothing new: only the all-reduce is due
+                    present = bucket.partial.present  # nothing new: only the all-reduce is due
                 # In one reduction with the new ones, zeros standing for what this backward lacks.
-                for i in bucket.partial_present - set(present):
+                for i in bucket.partial.present - set(present):
                     shape = bucket.params[i].full_shape
                     grads[i] = torch.zeros(shape, dtype=bucket.reduce_dtype, device=bucket.device)
             if not present:

@@ -30,6 +30,7 @@ from ..common.failures import explained
 from ..dtensor.block_shard import block_shard
 from ..dtensor.boxes import entries_per_part
 from ..dtensor.from_local import dtensor_over
+from ..dtensor.memory import with_own_storage
 from ..dtensor.subclasses import attach_attributes, is_wrapper, plain_gradient, user_attributes
 from ..policy import compute_dtype
 from .layout import Slot
@@ -421,6 +422,21 @@ def own_rows(whole: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
         return whole
     start, stop = slot.span(rank)
     return whole.narrow(slot.dim, start, stop - start)
+
+
+def shard_of(flat: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
+    """This rank's shard of a parameter, as a view of ``flat``."""
+    stop = slot.shard_offset + slot.local_numel(rank)
+    return flat[slot.shard_offset : stop].view(slot.local_shape(rank))
+
+
+def slice_with_own_storage(flat: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
+    """This rank's shard of a parameter, with a storage of just these bytes of ``flat``."""
+    # ``torch.save`` writes whole storages: of a plain view it would write the whole unit.
+    shard = shard_of(flat, slot, rank)
+    if shard.numel() == 0:
+        return flat.new_empty(shard.shape)
+    return shard if flat.is_meta else with_own_storage(shard)
 
 
 def _sharded_spec(

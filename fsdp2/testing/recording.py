@@ -21,7 +21,9 @@ from ..runtime.reduction import Reduction
 from ..runtime.runtime import Runtime
 from ..runtime.unit import Unit
 from ..runtime.unit_grads import UnitGrads
-from ..sharding.bucket import Bucket, GradientStore, resizers
+from ..sharding.bucket import Bucket
+from ..sharding.gathered import resizers
+from ..sharding.gradient_store import GradientStore
 from ..transports.host.exchange import Exchange
 from .trace import RecordedGroup, Recorder
 

@@ -2,7 +2,7 @@
 
 A `Recorder` is a dispatch mode: it sees every operation of torch below autograd, on local tensors,
 including everything inside DTensor, checkpointing and optimizers. It has three more sources: the
-simulated device (events and waits), `sharding.bucket.resizers` (storages that are freed and
+simulated device (events and waits), `sharding.gathered.resizers` (storages that are freed and
 allocated in place) and weak references to storages (memory that is freed with its last tensor).
 
 The recorder holds no tensor and no storage, so it does not change lifetimes.

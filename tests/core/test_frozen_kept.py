@@ -347,7 +347,7 @@ def test_a_frozen_embedding_of_the_root_and_a_whole_frozen_model() -> None:
         return (torch.randint(0, 11, (4,), generator=generator),)
 
     case = Case("encoder", Encoder, lambda m: [m.get_submodule("block")], tokens)
-    with mock.patch("fsdp2.sharding.bucket.OWN_PIECE_MIN_BYTES", 16):
+    with mock.patch("fsdp2.sharding.gathered.OWN_PIECE_MIN_BYTES", 16):
         model, plain = kept(None, case, direct_min_bytes=0)
         train(model, plain, range(2), case)
         with counting(model) as gathers:

@@ -30,7 +30,7 @@ from fsdp2 import (
 from fsdp2.features.gather_budget import GatherBudget, GatherBudgetError
 from fsdp2.planning.replay.replay import replay
 from fsdp2.runtime.runtime import runtime_of
-from fsdp2.sharding import bucket
+from fsdp2.sharding import gathered
 from fsdp2.wrap import units_of
 from gathers import bytes_held, counting
 from harness import cached_mesh, distributed, ours_only
@@ -59,14 +59,14 @@ def watching(model: Any, max_bytes: int) -> Iterator[list[int]]:
     Yields:
         The bytes at each of these moments.
     """
-    real, seen = bucket.resize, []
+    real, seen = gathered.resize, []
 
     def resize(storage: Any, nbytes: int) -> None:
         real(storage, nbytes)
         seen.append(bytes_held(model))
         assert seen[-1] <= max_bytes, (seen[-1], max_bytes)
 
-    with mock.patch.object(bucket, "resize", resize):
+    with mock.patch.object(gathered, "resize", resize):
         yield seen
 
 

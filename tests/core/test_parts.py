@@ -135,7 +135,7 @@ def train(settings: Sequence[Setting] = ()) -> None:
     plain = TRANSFORMER.build().double()
     TRANSFORMER.units(plain)[0].requires_grad_(False)
     options = {key: value for each in settings for key, value in each.options.items()}
-    with mock.patch("fsdp2.sharding.bucket.OWN_PIECE_MIN_BYTES", 64):
+    with mock.patch("fsdp2.sharding.gathered.OWN_PIECE_MIN_BYTES", 64):
         model: Any = shard_case(TRANSFORMER, copy.deepcopy(plain), **options)
         for setting in settings:
             setting.model(model)

@@ -454,7 +454,7 @@ def test_any_order_of_gathers_and_frees_by_hand() -> None:
         gathered = unit.state is State.GATHERING or unit.state in GATHERED
         assert bucket.allocated_bytes == (unit.gathered_bytes if gathered else 0)
         if unit.state is not State.GATHERING:  # which may read them
-            assert bucket.secondary.saved == (unit.state is State.SECONDARY)
+            assert bucket.gathered.secondary.saved == (unit.state is State.SECONDARY)
         if unit.state in RESHARDED:
             kind = "secondary" if unit.state is State.SECONDARY else "sharded"
             assert unit.registration.registered == kind

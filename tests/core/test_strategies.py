@@ -245,7 +245,7 @@ def test_memory_is_that_of_zero(dtype: torch.dtype | None) -> None:
 
 
 @distributed(2)
-@mock.patch("fsdp2.sharding.bucket.OWN_PIECE_MIN_BYTES", 1024)
+@mock.patch("fsdp2.sharding.gathered.OWN_PIECE_MIN_BYTES", 1024)
 def test_parameters_are_gathered_once_a_step_by_the_optimizer_strategy() -> None:
     """Also those of the root, some of which would be given back early otherwise."""
     for wrap in ("root", Block):
@@ -265,7 +265,7 @@ def test_parameters_are_gathered_once_a_step_by_the_optimizer_strategy() -> None
 
 
 @distributed(2)
-@mock.patch("fsdp2.sharding.bucket.OWN_PIECE_MIN_BYTES", 1024)
+@mock.patch("fsdp2.sharding.gathered.OWN_PIECE_MIN_BYTES", 1024)
 def test_what_stays_gathered_on_request_is_whole() -> None:
     model, sizes = sharded_even("grad", wrap=Block)
     model.set_reshard_after_backward(False)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import fsdp2.sharding.bucket as bucket_module
+import fsdp2.sharding.gathered as gathered_module
 from fsdp2 import FSDPModule, fully_shard
 from fsdp2.api import comm_settings
 from fsdp2.runtime.unit import unit_of
@@ -56,7 +56,7 @@ class Memory:
             self._open = False
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """In place of `bucket.resize`."""
+        """In place of `gathered.resize`."""
         if storage.nbytes() and (segment := self._of_storage.pop(storage._cdata, None)) is not None:
             self._free.add(segment)
         storage.resize_(nbytes)
@@ -87,7 +87,7 @@ def stand_in() -> Iterator[Memory]:
     memory = Memory()
     with (
         mock.patch.object(custom, "allocating_symmetric", memory.allocating),
-        mock.patch.object(bucket_module, "resize", memory.resize),
+        mock.patch.object(gathered_module, "resize", memory.resize),
         mock.patch(f"{NCCL}.rendezvous", memory.rendezvous),
     ):
         yield memory
@@ -178,7 +178,7 @@ def test_a_parameter_that_one_rank_holds_does_not_part_the_ranks() -> None:
                 held.append(self.embedding.weight.view(-1))  # a debugger, say
             return self.blocks(self.embedding(tokens))
 
-    with stand_in() as memory, mock.patch.object(bucket_module, "OWN_PIECE_MIN_BYTES", 512):
+    with stand_in() as memory, mock.patch.object(gathered_module, "OWN_PIECE_MIN_BYTES", 512):
         model = Embedded()
         for block in model.blocks:
             fully_shard(block)

@@ -24,7 +24,7 @@ import fsdp2
 from fsdp2 import CPUOffloadPolicy, fully_shard
 from fsdp2.optim import Muon, flat_plan, flat_runs, flat_step, local_step
 from fsdp2.runtime.unit import unit_of
-from fsdp2.sharding.bucket import resize
+from fsdp2.sharding.gathered import resize
 from harness import cached_mesh, cpu_only, distributed, shared_folder
 from optimizers import Lion, OwnOptimizer
 

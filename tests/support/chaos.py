@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fsdp2.comm.streams import DeviceStreams
-from fsdp2.sharding import bucket
+from fsdp2.sharding import gathered
 
 DELAYED = ("gathering", "reducing", "all_reducing")
 PROBABILITY = 0.3
@@ -28,7 +28,7 @@ MAX_CYCLES = 1_500_000  # about 1 ms
 
 def install(seed: int) -> None:
     """From now on, for the rest of this process. Before models are sharded."""
-    bucket.resizers.append(_filling(bucket.resizers[-1]))
+    gathered.resizers.append(_filling(gathered.resizers[-1]))
     rng = random.Random(seed)
     for name in DELAYED:
         setattr(DeviceStreams, name, _late(getattr(DeviceStreams, name), rng))

@@ -329,7 +329,8 @@ def _found(replay: Any, late_bytes: int) -> Found:
     for transfer in replay.transfers:
         size = sizes.get(transfer.group)
         if transfer.group == "secondary":
-            kept = [b.secondary for unit in replay.units for b in unit.buckets if b.secondary]
+            gathered = [b.gathered for unit in replay.units for b in unit.buckets if b.gathered]
+            kept = [each.secondary for each in gathered if each.secondary]
             size = kept[0].layout.num_shards
         if transfer.group in ("within", "across"):
             node = policy.ranks_per_node

@@ -34,7 +34,10 @@ class Gathers:
     def note(self, plan: Any) -> None:
         for unit in self.units:
             for bucket in unit.buckets:
-                plans = [bucket.plan, bucket.secondary and bucket.secondary.plan]
+                gathered = bucket.gathered
+                if gathered is None:
+                    continue
+                plans = [gathered.plan, gathered.secondary and gathered.secondary.plan]
                 together = getattr(plan, "plans", [plan])
                 if any(given is each for given in together for each in plans):
                     names = [param.fqn for param in bucket.params]

@@ -64,6 +64,7 @@ class Fault:
 GRADS, REDUCTION = "runtime/unit_grads.py", "runtime/reduction.py"
 UNIT, REGISTRATION, ROOT = "runtime/unit.py", "runtime/registration.py", "runtime/runtime.py"
 HOOKS, LAYOUT, BUCKET = "runtime/hooks.py", "sharding/layout.py", "sharding/bucket.py"
+GRADIENTS = "sharding/gradient_store.py"
 SECONDARY = "features/secondary_shards.py"
 RUNS, COMPRESSED, CUSTOM = (
     "optim/flat_runs.py",
@@ -129,28 +130,28 @@ FAULTS = (
     Fault(
         "a reduction overwrites attached gradients where one parameter of the unit has none",
         REDUCTION,
-        "and (detached is None or len(detached) == len(self.covered))",
+        "and (detached is None or len(detached) == len(covered))",
         "and (detached is None or len(detached) > 0)",
         test="tests/core/test_gradients.py::test_one_gradient_removed_by_the_user",
     ),
     Fault(
         "sums that wait for an all-reduce over replicas are lost",
-        REDUCTION,
-        "            self.flat[part] += bucket.partial[part]\n",
+        GRADIENTS,
+        "            sums[part] += flat[part]\n",
         "",
         test="tests/core/test_hsdp.py::test_accumulation_with_reduce_scatter_only",
     ),
     Fault(
         "of micro-batches whose all-reduce waits only the last one counts",
-        REDUCTION,
-        "bucket.partial[offset : offset + numel] += self.flat[",
-        "bucket.partial[offset : offset + numel] = self.flat[",
+        GRADIENTS,
+        "self.flat[offset : offset + numel] += sums[",
+        "self.flat[offset : offset + numel] = sums[",
         test="tests/core/test_hsdp.py::test_accumulation_with_reduce_scatter_only",
     ),
     Fault(
         "set_gradient_divide_factor has no effect",
         REDUCTION,
-        "if self.factor is not None and self.factor != self.num_ranks:",
+        "if self.factor is not None and self.factor != num_ranks:",
         "if self.factor is not None and self.factor < 0:",
         test="tests/core/test_methods.py::test_the_former_name_of_the_divide_factor",
     ),

@@ -25,7 +25,9 @@ from fsdp2.runtime.reduction import Reduction, ReductionsInFlight
 from fsdp2.runtime.runtime import Runtime
 from fsdp2.runtime.states import State
 from fsdp2.runtime.unit import Forward, Gather, Unit
-from fsdp2.sharding.bucket import Bucket, GradientStore
+from fsdp2.sharding.bucket import Bucket
+from fsdp2.sharding.gathered import GatheredStorage
+from fsdp2.sharding.gradient_store import GradientStore
 from fsdp2.sharding.plans import GatherPlan
 from fsdp2.testing import Kind
 from fsdp2.transports.host import messages
@@ -233,7 +235,7 @@ def _forget_gradients(reduction: Reduction, *_: Any) -> None:
 
 
 def _forget_sum(reduction: Reduction, *_: Any) -> None:
-    reduction.flat, reduction.outs = None, []
+    reduction.output.flat, reduction.output.views = None, []
 
 
 def _forget_partial(reduction: Reduction) -> None:
@@ -241,8 +243,9 @@ def _forget_partial(reduction: Reduction) -> None:
 
 
 def _in_place(reduction: Reduction, *_: Any) -> None:
-    reduction.in_place = reduction.dtype == reduction.bucket.orig_dtype
-    reduction.flat = reduction.store.flat
+    output = reduction.output
+    output.in_place = output.dtype == reduction.bucket.orig_dtype
+    output.flat = output.store.flat
 
 
 def _event_early(self: Reduction, streams: Any) -> None:
@@ -571,7 +574,7 @@ MUTATIONS: dict[str, Mutation] = {
         "hsdp", FREED, lambda: after(Reduction, "launch", _forget_sum)
     ),
     "sums of earlier backwards are freed while the all-reduce stream adds them": Mutation(
-        "hsdp_later", FREED, lambda: after(Reduction, "_take_partial", _forget_partial)
+        "hsdp_later", FREED, lambda: after(Reduction, "_reduce_over_replicas", _forget_partial)
     ),
     "a sharded gradient is overwritten by a second backward": Mutation(
         "accumulates", HELD, lambda: after(Reduction, "_choose_output", _in_place)
@@ -618,10 +621,12 @@ MUTATIONS: dict[str, Mutation] = {
         "offload_in_backward", READ, lambda: nothing(D, "wait_on_host")
     ),
     "the staged copy is freed before it is gathered": Mutation(
-        "offload", GONE, lambda: after(Bucket, "fill_own_slices", lambda b: b.free_offload_buffer())
+        "offload",
+        GONE,
+        lambda: after(GatheredStorage, "fill_own_slices", lambda g: g.free_offload_buffer()),
     ),
     "the staged copy is made on compute": Mutation(
-        "offload", READ, lambda: on_stream(Bucket, "fill_own_slices", "compute")
+        "offload", READ, lambda: on_stream(GatheredStorage, "fill_own_slices", "compute")
     ),
     # ordered by the host
     "a double wait for a gather": Mutation(

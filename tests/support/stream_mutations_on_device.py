@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-import fsdp2.sharding.bucket
+import fsdp2.sharding.gathered
 import harness
 import stream_schedules
 import testdev
@@ -94,13 +94,13 @@ def trained(plan: stream_schedules.Plan, seed: int | None) -> list[torch.Tensor]
 @contextmanager
 def planned(plan: stream_schedules.Plan) -> Iterator[None]:
     """Models of plans are made on the ranks and the device that there are."""
-    pieces = 64 if plan.own_pieces else fsdp2.sharding.bucket.OWN_PIECE_MIN_BYTES
+    pieces = 64 if plan.own_pieces else fsdp2.sharding.gathered.OWN_PIECE_MIN_BYTES
 
     def mesh_of(shape: tuple[int, ...]) -> Any:
         return harness.cached_mesh(*shape, names=("replicate", "shard")[-len(shape) :])
 
     with (
-        mock.patch.object(fsdp2.sharding.bucket, "OWN_PIECE_MIN_BYTES", pieces),
+        mock.patch.object(fsdp2.sharding.gathered, "OWN_PIECE_MIN_BYTES", pieces),
         mock.patch.object(stream_schedules, "mesh_of", mesh_of),
         # Pinned: copies from and to other memory of the host block anyway.
         mock.patch.object(stream_schedules, "CPUOffloadPolicy", return_value=CPUOffloadPolicy()),

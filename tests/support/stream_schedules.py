@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-import fsdp2.sharding.bucket
+import fsdp2.sharding.gathered
 from fsdp2 import CommPolicy, CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from fsdp2.testing import Recorder, UsedAfterFreeError, recording
 from fsdp2.testing.device import SimulatedDevice
@@ -523,9 +523,9 @@ _OPTIMIZERS: dict[str, Any] = {
 @contextmanager
 def traced(plan: Plan) -> Iterator[Recorder]:
     """Run a plan; the trace ends where an operation would have used memory that is not there."""
-    pieces = 64 if plan.own_pieces else fsdp2.sharding.bucket.OWN_PIECE_MIN_BYTES
+    pieces = 64 if plan.own_pieces else fsdp2.sharding.gathered.OWN_PIECE_MIN_BYTES
     with (
-        mock.patch.object(fsdp2.sharding.bucket, "OWN_PIECE_MIN_BYTES", pieces),
+        mock.patch.object(fsdp2.sharding.gathered, "OWN_PIECE_MIN_BYTES", pieces),
         recording(
             host_ordered=bool(plan.host), offload=plan.offload, exchange=plan.host == "exchange"
         ) as recorder,

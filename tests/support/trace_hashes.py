@@ -67,7 +67,10 @@ def hash_of(plan: Plan) -> str:
     gc.collect()
     gc.disable()
     try:
-        with mock.patch("fsdp2.sharding.bucket.FREE_MIN_BYTES", 0), traced(plan) as recorder:
+        with (
+            mock.patch("fsdp2.sharding.gradient_store.FREE_MIN_BYTES", 0),
+            traced(plan) as recorder,
+        ):
             lines = "\n".join(map(repr, recorder.events))
     finally:
         gc.enable()

@@ -320,7 +320,7 @@ def test_accounts_that_begin_after_forward_find_losses_too() -> None:
 
 
 @distributed(2)
-@mock.patch("fsdp2.sharding.bucket.OWN_PIECE_MIN_BYTES", 64)
+@mock.patch("fsdp2.sharding.gathered.OWN_PIECE_MIN_BYTES", 64)
 def test_an_account_does_not_hold_what_is_given_back_early() -> None:
     """The first and the last layer have memory of their own in the root, and nothing refers to
     them once their gradients are complete."""
@@ -333,7 +333,7 @@ def test_an_account_does_not_hold_what_is_given_back_early() -> None:
 
     def noting(part: EarlyFree, bucket: Bucket, i: int) -> None:
         free(part, bucket, i)
-        if not bucket.own_piece(i).nbytes():
+        if not bucket.gathered.own_piece(i).nbytes():
             freed.add(bucket.params[i].fqn)
 
     with mock.patch.object(EarlyFree, "free", noting):

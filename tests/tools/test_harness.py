@@ -151,13 +151,13 @@ def train_with_chaos() -> None:
         return found
 
     import chaos  # of this package's own parts
-    from fsdp2.sharding import bucket
+    from fsdp2.sharding import gathered
 
     before = losses()
     chaos.install(seed=0)
     assert losses() == before
     memory = torch.zeros(0)
-    bucket.resize(memory.untyped_storage(), 16)
+    gathered.resize(memory.untyped_storage(), 16)
     assert torch.empty(0).set_(memory.untyped_storage(), 0, (4,)).isnan().all()
 
 

@@ -97,7 +97,7 @@ def test_the_package_sets_attributes_of_nothing_in_the_kernel() -> None:
         "del reduction.complete",
         "Bucket.shard_from, x = f, 1",
         "Whatever.not_a_method = f",
-        "bucket.resize = f",
+        "gathered.resize = f",
     ],
 )
 def test_the_rule_sees(source: str) -> None:

@@ -3,7 +3,7 @@
 The embedding of a language model belongs to the root, and backward does not read its weight: it is
 freed after forward. The head's is freed as soon as its gradient is complete, while backward goes on
 through the blocks. Only parameters with a piece of memory of their own are freed
-(`Bucket.own_pieces`), and only if nothing refers to that.
+(`GatheredStorage.own_pieces`), and only if nothing refers to that.
 
 References are counted on one rank: a debugger that holds the parameter there keeps it there. Ranks
 must agree on every gather that follows, so all of them go on as if it had been freed: the next use
@@ -26,7 +26,8 @@ from ...runtime.runtime import Runtime
 from ...runtime.states import GATHERED, State
 from ...runtime.unit import Forward, Unit
 from ...runtime.unit_grads import Taken
-from ...sharding.bucket import Bucket, Segments
+from ...sharding.bucket import Bucket
+from ...sharding.gathered import GatheredStorage, resize
 from ...sharding.param import ShardedParam
 from .freed_params import FreedParameterProxy
 from .references import References
@@ -35,7 +36,7 @@ from .references import References
 # in every step, and each time the whole unit is gathered for it.
 _recalled: WeakSet[ShardedParam] = WeakSet()
 # The library's own references to them, by the storage and the place in its bucket.
-_own: WeakKeyDictionary[Segments, dict[int, References]] = WeakKeyDictionary()
+_own: WeakKeyDictionary[GatheredStorage, dict[int, References]] = WeakKeyDictionary()
 
 
 @dataclass
@@ -128,8 +129,8 @@ class EarlyFree(TreePart):
         return found
 
     def _free(self, unit: Unit, bucket: Bucket, i: int) -> None:
-        shared = unit.config.comm_options.memory == "symmetric"
-        if i not in bucket.own_pieces or bucket.keeps_storage or shared:
+        shared, gathered = unit.config.comm_options.memory == "symmetric", bucket.gathered
+        if gathered is None or i not in gathered.own_pieces or gathered.keeps_memory or shared:
             return
         param, freed = bucket.params[i], self._found_in(unit).freed
         if unit.state is State.UNSHARDED:
@@ -163,12 +164,14 @@ class EarlyFree(TreePart):
         # After the launch of the first gather, which makes the last views (messages are kept), and
         # before anything computes with the parameters. Earlier, our own views would look like a
         # user's afterwards; later, a user's like ours.
-        if bucket.gathered is not None:
-            _own[bucket.gathered] = {i: _references_to(bucket, i) for i in bucket.own_pieces}
+        gathered = bucket.gathered
+        if gathered is not None:
+            _own[gathered] = {i: _references_to(bucket, i) for i in gathered.own_pieces}
 
     def has_memory(self, bucket: Bucket, i: int) -> bool:
         """Whether this rank has not freed it."""
-        return bucket.own_piece(i).size() > 0
+        assert bucket.gathered is not None
+        return bucket.gathered.own_piece(i).size() > 0
 
     def free(self, bucket: Bucket, i: int) -> None:
         """Free the memory of one parameter, which has its own, if nothing refers to it."""
@@ -180,15 +183,16 @@ class EarlyFree(TreePart):
             return  # the launch of the first gather raised
         trains = bucket.params[i].sharded.requires_grad
         if not _references_to(bucket, i).exceed(own[i], accumulates_gradient=trains):
-            bucket.free_piece(i)
+            resize(bucket.gathered.own_piece(i), 0)  # the next `allocate` gives it memory again
 
 
 def _references_to(bucket: Bucket, i: int) -> References:
+    assert bucket.gathered is not None
     param = bucket.params[i]
     registered = sum(
         module._parameters.get(name) is param.unsharded for module, name in param.owners
     )
-    return References.to(param.unsharded, bucket.own_piece(i), not_counting=registered)
+    return References.to(param.unsharded, bucket.gathered.own_piece(i), not_counting=registered)
 
 
 registry.add(EarlyFree)

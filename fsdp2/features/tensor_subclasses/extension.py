@@ -30,7 +30,8 @@ from ...dtensor.from_local import local_of
 from ...dtensor.memory import record_gathered
 from ...dtensor.subclasses import inner_tensors, is_wrapper
 from ...runtime.param_group import own_buckets
-from ...sharding.bucket import Bucket, SecondarySource, resize
+from ...sharding.bucket import Bucket
+from ...sharding.gathered import GatheredStorage, SecondarySource, resize
 from ...sharding.mesh import DataParallelMesh, device_of
 from ...sharding.param import EXTENSION_METHODS, is_extension
 from ...sharding.plans import GatherPlan
@@ -67,6 +68,36 @@ class ExtensionPlan(GatherPlan):
     def unpack(self) -> None:
         self._bucket.unpack()
 
+    @override
+    def forget_transports(self) -> None:
+        pass  # they keep nothing: what is sent are bytes
+
+
+class ExtensionStorage(GatheredStorage):
+    """What a gather brings, and what the parameter makes of it: empty until the first gather."""
+
+    secondary = None
+    offload_buffer = None
+    own_pieces: frozenset[int] = frozenset()
+    has_own_pack = False
+    fills_own_slices = True
+    plan: GatherPlan = None  # type: ignore[assignment]
+
+    def __init__(self, bucket: ExtensionBucket) -> None:
+        self._bucket = bucket
+        self.own([])
+
+    def own(self, storages: list[torch.UntypedStorage]) -> None:
+        """Allocate and free ``storages`` from now on."""
+        self.storages = storages
+        self.sizes = [storage.nbytes() for storage in storages]
+        self.nbytes = sum(self.sizes)
+        record_gathered(storages)
+
+    @override
+    def fill_own_slices(self) -> None:
+        self._bucket.fill_own_slices()
+
 
 class ExtensionBucket(Bucket):
     """One such parameter: a bucket whose gathered storage is what the parameter makes of it.
@@ -75,8 +106,12 @@ class ExtensionBucket(Bucket):
     """
 
     max_messages = MAX_TENSORS
-    _storages: Sequence[torch.UntypedStorage] = ()
-    _sizes: Sequence[int] = ()
+    gathered: ExtensionStorage
+
+    @property
+    @override
+    def aliases_shards(self) -> bool:
+        return False
 
     @override
     def shard_from(self, sources: Sequence[torch.Tensor], *, whole: bool) -> None:
@@ -88,24 +123,18 @@ class ExtensionBucket(Bucket):
             local = local.to(self.shard_device)
         param.attach(local)
         self.shards = local
-        self.aliases_shards = False
 
     @override
     def materialize(self, *, secondary: SecondarySource | None = None, split: bool = False) -> None:
         """Forget what earlier gathers made; the next one makes it anew."""
         # No unsharded parameter until then: only the class can make it, of what a gather brings.
-        self.offload_buffer = None
-        self.gathered = None
-        self.secondary = None
-        self.fills_own_slices = True
-        self.plan: GatherPlan = None  # type: ignore[assignment]
+        self.gathered = ExtensionStorage(self)
         self._outputs: list[torch.Tensor] = []
         self._replaced: list[torch.Tensor] = []
         self._metadata: Any = None
-        self._storages, self._sizes = (), ()
         self.is_made = False
         # One of an earlier plan holds the gradients of earlier micro-batches until then.
-        self._note_unsharded()
+        self._record_unsharded()
         self._check_methods()
 
     @override
@@ -150,49 +179,25 @@ class ExtensionBucket(Bucket):
         )
         self._releases_outputs = release is not None and release()
 
-    # -- memory -----------------------------------------------------------------------------
-
-    @property
-    @override
-    def gathered_bytes(self) -> int:
-        return sum(self._sizes)
-
-    @property
-    @override
-    def allocated_bytes(self) -> int:
-        return sum(storage.size() for storage in self._storages)
-
-    @override
-    def allocate(self) -> None:
-        for storage, size in zip(self._storages, self._sizes, strict=True):
-            if storage.size() != size:
-                resize(storage, size)
-
-    @override
-    def free(self) -> None:
-        if not self.keeps_storage:
-            for storage in self._storages:
-                resize(storage, 0)
-
     # -- gathering --------------------------------------------------------------------------
 
     # The shard requires a gradient, and what it sends is no function of it. And what is made in an
     # evaluation in inference mode, like the unsharded parameter, could never be trained.
     @torch.inference_mode(False)
     @torch.no_grad()
-    @override
     def fill_own_slices(self) -> None:
         try:
             inputs = self._inputs()
         except Exception:
-            if self.plan is None and self._is_uneven:
+            if self.gathered.plan is None and self._is_uneven:
                 self._exchange_rows([])  # the others wait for it
             raise
-        if self.plan is None:
-            self._plan_gather(inputs)
+        plan = self.gathered.plan
+        if plan is None:
+            plan = self._plan_gather(inputs)
         elif len(inputs) != len(self._outputs):
             raise self._bad_inputs(f"{len(inputs)} tensors, and {len(self._outputs)} at first")
-        for own, given, size in zip(self.plan.own, inputs, self._chunks, strict=True):
+        for own, given, size in zip(plan.own, inputs, self._chunks, strict=True):
             # Compared in bytes, as peers wait for so many: sizes that change on this rank alone
             # would be a hang, or parameters that are shifted, and on all of them views that no
             # longer fit.
@@ -234,7 +239,7 @@ class ExtensionBucket(Bucket):
         self._metadata = given[1]
         return [t.reshape(1) if t.ndim == 0 else t for t in given[0]]
 
-    def _plan_gather(self, inputs: Sequence[torch.Tensor]) -> None:
+    def _plan_gather(self, inputs: Sequence[torch.Tensor]) -> GatherPlan:
         """In the first gather: allocate for what every rank sends."""
         num_shards = self.mesh.num_shards
         rows = [t.shape[0] for t in inputs]
@@ -246,7 +251,8 @@ class ExtensionBucket(Bucket):
             for t, size in zip(inputs, self._chunks, strict=True)
         ]
         self._wholes = self._plan_joins(inputs)
-        self.plan = ExtensionPlan(self, self._outputs)
+        self.gathered.plan = plan = ExtensionPlan(self, self._outputs)
+        return plan
 
     def _plan_joins(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The gathered tensors as they are whole; most are what a gather brings."""
@@ -343,7 +349,7 @@ class ExtensionBucket(Bucket):
         else:
             self._make_again(computing)
         self._metadata = None
-        if self._releases_outputs and not self.keeps_storage:
+        if self._releases_outputs and not self.gathered.keeps_memory:
             for output in (*self._outputs, *self._wholes):
                 resize(output.untyped_storage(), 0)
 
@@ -370,13 +376,11 @@ class ExtensionBucket(Bucket):
         of_shard = {_key(t) for t in inner_tensors(local)}
         buffers = (*self._outputs, *self._wholes, *owned)
         mine = {_key(t): t for given in buffers for t in inner_tensors(given)}
-        self._storages = [t.untyped_storage() for key, t in mine.items() if key not in of_shard]
-        self._sizes = [storage.nbytes() for storage in self._storages]
-        record_gathered(self._storages)
+        self.gathered.own([t.untyped_storage() for key, t in mine.items() if key not in of_shard])
         self._written = list(owned)
         param.make_unsharded(whole)
         self.is_made = True
-        self._note_unsharded()
+        self._record_unsharded()
 
     def _without_padding(self, made: torch.Tensor) -> torch.Tensor:
         shape = self.params[0].full_shape

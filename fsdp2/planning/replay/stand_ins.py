@@ -28,9 +28,12 @@ from ...runtime.reduction import Reduction
 from ...runtime.unit import Unit
 from ...runtime.unit_config import UnitConfig
 from ...runtime.unit_grads import UnitGrads
-from ...sharding.bucket import FREE_MIN_BYTES, Bucket, SecondarySource
+from ...sharding.bucket import Bucket
+from ...sharding.gathered import GatheredStorage, SecondarySource
+from ...sharding.gradient_store import FREE_MIN_BYTES, PartialSums, ReductionOutput
 from ...sharding.mesh import DataParallelMesh
 from ...sharding.param import ShardedParam
+from ...sharding.plans import ReducePlan
 from ...transports.compressed.quantize import gather_row
 from ..trace.account import HeldBytes
 from ..trace.allocator import Block
@@ -138,6 +141,7 @@ class _GradientStore:
 
     def __init__(self, replay: ReplayState, bucket: CountedBucket) -> None:
         self._world = replay
+        self.bucket = bucket
         self._nbytes = bucket.layout.shard_numel * bucket.grad_dtype.itemsize
         self._on_host = bucket.shard_device != bucket.device
         self._held: HeldBytes | None = None
@@ -168,11 +172,91 @@ class _GradientStore:
         self._held = None
 
 
+class _GatheredStorage(GatheredStorage):
+    """The gathered storage of a bucket."""
+
+    def __init__(
+        self, bucket: CountedBucket, secondary: SecondarySource | None, split: bool
+    ) -> None:
+        self.secondary = secondary
+        size = bucket.gather_dtype.itemsize
+        bounds = self._plan_pieces(bucket.layout, size, split)
+        self.starts = bounds[:-1]
+        self.sizes = [(stop - start) * size for start, stop in pairwise(bounds)]
+        self.nbytes = sum(self.sizes)
+        self.held: list[HeldBytes | None] = [None] * len(self.sizes)
+        self.fills_own_slices = bucket.shard_device != bucket.device
+        self.offload_buffer: Any = True if self.fills_own_slices else None
+        self.plan: Any = CountedGather(bucket, bucket.layout, bucket.rank)
+        self._bucket = bucket
+        self._offload_held: HeldBytes | None = None
+
+    @override
+    def allocate(self) -> None:
+        for i, nbytes in enumerate(self.sizes):
+            if self.held[i] is None:
+                account = self._bucket.replay.account
+                self.held[i] = HeldBytes(account, "gathered parameters", nbytes)
+
+    @override
+    def free(self) -> None:
+        if not self.keeps_memory:
+            self.held = [None] * len(self.sizes)
+
+    @override
+    def free_pack(self) -> None:
+        if not self.keeps_memory:
+            self.held[-1] = None
+
+    @override
+    def fill_own_slices(self) -> None:
+        bucket = self._bucket
+        self._offload_held = HeldBytes(bucket.replay.account, BUFFERS, bucket.shard_bytes)
+        bucket.replay.copy("to device", bucket.shard_bytes, bucket.unit_name)
+
+    @override
+    def free_offload_buffer(self) -> None:
+        self._offload_held = None
+
+    def piece_of(self, i: int) -> int:
+        """Which piece of memory one of `own_pieces` has."""
+        return self.starts.index(self._bucket.layout.slots[i].full_offset)
+
+
+class _PartialSums(PartialSums):
+    """Sums over shards that wait for an all-reduce."""
+
+    def __init__(self, bucket: CountedBucket) -> None:
+        super().__init__(bucket.params, bucket.layout, bucket.rank, bucket.device)
+        self._replay = bucket.replay
+
+    @override
+    def allocate(self, dtype: torch.dtype) -> None:
+        if self.flat is None:
+            nbytes = self._layout.shard_numel * dtype.itemsize
+            self._replay.kernel(nbytes, dtype)  # of zeros
+            flat: Any = HeldBytes(self._replay.account, "gradients", nbytes)
+            self.flat = flat
+
+    @override
+    def add(self, sums: Any, plan: ReducePlan) -> None:
+        self.present.update(plan.present)
+
+    @override
+    def move_to(self, sums: Any, plan: ReducePlan) -> Any:
+        self.present.difference_update(plan.present)
+        if self.present:
+            return None
+        flat, self.flat = self.flat, None
+        return flat
+
+
 class CountedBucket(Bucket):
     """A bucket with byte counts in place of storages."""
 
     replay: ReplayState
     unit_name = ""
+    gathered: _GatheredStorage | None
 
     @property
     @override
@@ -186,64 +270,11 @@ class CountedBucket(Bucket):
 
     @override
     def materialize(self, *, secondary: SecondarySource | None = None, split: bool = False) -> None:
-        self.offload_buffer: Any = None
         self.gathered = None
-        self.secondary = secondary
-        self._pieces: list[int] = []
-        self._starts: list[int] = []
-        self.held: list[HeldBytes | None] = []
-        self._offload_held: HeldBytes | None = None
         if not self.aliases_shards:
-            bounds = self._plan_gathered(split)
-            size = self.gather_dtype.itemsize
-            self._starts = bounds[:-1]
-            self._pieces = [(stop - start) * size for start, stop in pairwise(bounds)]
-            self.held = [None] * len(self._pieces)
-            self.offload_buffer = True if self.shard_device != self.device else None
-            self.plan: Any = CountedGather(self, self.layout, self.rank)
-            self.fills_own_slices = self.offload_buffer is not None
+            self.gathered = _GatheredStorage(self, secondary, split)
         self.unsharded = list(enumerate(p.unsharded for p in self.params))  # type: ignore[misc]
         self.unsharded_direct = [self.unsharded[i] for i in self.layout.direct]
-
-    @property
-    @override
-    def gathered_bytes(self) -> int:
-        return sum(self._pieces)
-
-    @override
-    def allocate(self) -> None:
-        for i, nbytes in enumerate(self._pieces):
-            if self.held[i] is None:
-                self.held[i] = HeldBytes(self.replay.account, "gathered parameters", nbytes)
-
-    @override
-    def free(self) -> None:
-        if not self.keeps_storage:
-            self.held = [None] * len(self._pieces)
-
-    @override
-    def free_pack(self) -> None:
-        if self.held and not self.keeps_storage:
-            self.held[-1] = None
-
-    @override
-    def fill_own_slices(self) -> None:
-        self._offload_held = HeldBytes(self.replay.account, BUFFERS, self.shard_bytes)
-        self.replay.copy("to device", self.shard_bytes, self.unit_name)
-
-    @override
-    def free_offload_buffer(self) -> None:
-        self._offload_held = None
-
-    def piece_of(self, i: int) -> int:
-        """Which piece of memory one of ``own_pieces`` has."""
-        return self._starts.index(self.layout.slots[i].full_offset)
-
-    @override
-    def new_partial(self, dtype: torch.dtype) -> Any:
-        nbytes = self.layout.shard_numel * dtype.itemsize
-        self.replay.kernel(nbytes, dtype)  # of zeros
-        return HeldBytes(self.replay.account, "gradients", nbytes)
 
     @override
     def gradient_store(self, detached: Any) -> Any:
@@ -266,13 +297,13 @@ class CountedEarlyFree(EarlyFree):
 
     @override
     def has_memory(self, bucket: Bucket, i: int) -> bool:
-        counted = cast(CountedBucket, bucket)
-        return counted.held[counted.piece_of(i)] is not None
+        gathered = cast(_GatheredStorage, bucket.gathered)
+        return gathered.held[gathered.piece_of(i)] is not None
 
     @override
     def free(self, bucket: Bucket, i: int) -> None:
-        counted = cast(CountedBucket, bucket)
-        counted.held[counted.piece_of(i)] = None
+        gathered = cast(_GatheredStorage, bucket.gathered)
+        gathered.held[gathered.piece_of(i)] = None
 
 
 class _Secondary(SecondaryShards):
@@ -327,44 +358,52 @@ class _Part(NamedTuple):
     zero_: Callable[[], None]
 
 
+class _Output(ReductionOutput):
+    """Where a reduction writes its sums."""
+
+    store: Any
+
+    @override
+    def allocate(self, plan: ReducePlan, device: torch.device) -> None:
+        self.views = [SimpleNamespace(dtype=self.dtype)]  # type: ignore[list-item]
+        if not self.in_place:
+            bucket = self.store.bucket
+            nbytes = bucket.layout.shard_numel * self.dtype.itemsize
+            flat: Any = HeldBytes(bucket.replay.account, BUFFERS, nbytes)
+            self.flat = flat
+
+    @override
+    def ranges(self, plan: ReducePlan) -> list[Any]:
+        bucket, size = self.store.bucket, self.dtype.itemsize
+        return [
+            _Part(
+                numel * size,
+                bucket.unit_name,
+                0 if i else len(plan.present),
+                partial(bucket.replay.kernel, numel * size, self.dtype),
+            )
+            for i, (_, numel) in enumerate(plan.ranges)
+        ]
+
+    @override
+    def copy_from(self, grads: Any, plan: ReducePlan, layout: Any) -> None:
+        pass
+
+    @override
+    def scale(self, plan: ReducePlan, by: float) -> None:
+        pass
+
+
 class CountedReduction(Reduction):
     """A reduction that only counts memory and traffic."""
 
     bucket: CountedBucket
-
-    @override
-    def _allocate_output(self) -> None:
-        self.outs = [SimpleNamespace(dtype=self.dtype)]  # type: ignore[list-item]
-        if not self.in_place:
-            nbytes = self.bucket.layout.shard_numel * self.dtype.itemsize
-            account = self.bucket.replay.account
-            self.flat = HeldBytes(account, BUFFERS, nbytes)  # type: ignore[assignment]
-
-    @override
-    def _copy_to_output(self) -> None:
-        self._allocate_output()
-
-    @override
-    def _ranges(self) -> list[Any]:
-        size, kernel = self.dtype.itemsize, self.bucket.replay.kernel
-        return [
-            _Part(
-                numel * size,
-                self.bucket.unit_name,
-                0 if i else len(self.plan.present),
-                partial(kernel, numel * size, self.dtype),
-            )
-            for i, (_, numel) in enumerate(self.plan.ranges)
-        ]
+    output_type = _Output
 
     @override
     def _parts(self) -> list[Any]:
         cut = getattr(self.replicate, "cut", None)
-        return (cut and cut(self.bucket, self.plan, None)) or self._ranges()
-
-    @override
-    def _scale(self, by: float) -> None:
-        pass
+        return (cut and cut(self.bucket, self.plan, None)) or self.output.ranges(self.plan)
 
     @override
     def _adopt(self) -> None:
@@ -382,19 +421,10 @@ class CountedReduction(Reduction):
         self._fresh = dtensors.keys()
 
     @override
-    def _add_to_partial(self) -> None:
-        self._add_to_shards(self.dtype)
-        self.bucket.partial_present.update(self.plan.present)
-
-    @override
-    def _take_partial(self) -> None:
-        bucket = self.bucket
-        if bucket.partial is None:
-            return
-        self._add_to_shards(self.dtype)
-        bucket.partial_present.difference_update(self.plan.present)
-        if not bucket.partial_present:
-            self._held, bucket.partial = bucket.partial, None
+    def _reduce_over_replicas(self) -> None:
+        if self.waits or (self.replicate is not None and self.bucket.partial.flat is not None):
+            self._add_to_shards(self.output.dtype)  # to or of the partial sums
+        super()._reduce_over_replicas()
 
     @override
     def _call_result_hooks(self) -> None:
@@ -402,14 +432,14 @@ class CountedReduction(Reduction):
 
     def _add_to_shards(self, dtype: torch.dtype) -> None:
         """The kernels that add what was reduced to other shards, of ``dtype``."""
-        numel = sum(part.nbytes for part in self._ranges()) // self.dtype.itemsize
-        self.bucket.replay.kernel(numel * (self.dtype.itemsize + 2 * dtype.itemsize), dtype)
+        numel, size = sum(numel for _, numel in self.plan.ranges), self.output.dtype.itemsize
+        self.bucket.replay.kernel(numel * (size + 2 * dtype.itemsize), dtype)
 
     @override
     def _write_back(self) -> None:
         bucket = self.bucket
-        if self.in_place:
-            self._fresh = self.covered
+        if self.output.in_place:
+            self._fresh = self.plan.covered
             return
         present = self.plan.present
         self._fresh = {i for i in present if bucket.params[i].sharded.grad is None}
@@ -485,6 +515,7 @@ class CountedParamGroup(ParamGroup):
         for bucket in self.buckets:
             assert isinstance(bucket, CountedBucket)
             bucket.replay, bucket.unit_name = replay, unit_name
+            bucket.partial = _PartialSums(bucket)
 
     @override
     def num_hosts(self, group: Any) -> int:

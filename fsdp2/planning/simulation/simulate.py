@@ -248,7 +248,10 @@ class Simulator:
         setup = made.setup
         topology = replace(setup.topology, ranks_per_node=self.hardware.ranks_per_node)
         secondary = [
-            b.secondary.layout.num_shards for u in made.units for b in u.buckets if b.secondary
+            b.gathered.secondary.layout.num_shards
+            for u in made.units
+            for b in u.buckets
+            if b.gathered and b.gathered.secondary
         ]
         rings = {group: topology.ring(group, secondary[0] if secondary else 1) for group in _GROUPS}
         costs = []

@@ -1,0 +1,274 @@
+"""The gradients of a bucket: those of the shards, and sums that are not over all ranks yet."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from ..dtensor.memory import Pack, storage_slice
+from .gathered import resize
+from .layout import BucketLayout
+from .param import ShardedParam, shard_of, slice_with_own_storage
+from .plans import ReducePlan
+
+# Gradients that are smaller on average keep their memory between steps if new memory turned out to
+# have another address: to follow it costs about 3 us a parameter.
+FREE_MIN_BYTES = 16 * 1024
+
+
+class SharedMemory(Protocol):
+    """Memory that the shards of a bucket share with those of other buckets."""
+
+    def gradients(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """Memory for its gradients, with a storage of its own; None: it needs some by itself."""
+
+    def adopt(self, dtensors: Sequence[torch.Tensor]) -> None:
+        """Take the gradients of which that is the memory."""
+
+
+class GradientStore(Pack):
+    """The sharded gradients of a bucket: one flat tensor, one DTensor per parameter, made once.
+
+    Reductions write to ``flat``. Each local gradient is a slice of it with a storage of its own:
+    torch.compile, pickle and `copy.deepcopy` need a DTensor and its local tensor to have the same
+    storage offset, and a DTensor, which has no data itself, has offset 0.
+
+    [Note: gradients that users keep]
+    A gradient that a user kept across ``zero_grad`` must not change, and nothing tells the library
+    that it was kept: ``.grad`` is an attribute like any other. So before the storage is written
+    again with no ``.grad`` attached, the references to it are counted. If there are others than
+    ours, the old storage is left to them and a new one is made.
+
+    - Three counts for each gradient, since each sees what the others miss: another name holds the
+      DTensor, ``to_local()`` the local tensor, and a view of the local tensor only the storage.
+    - How many references are ours depends on the lists and views here, and on torch. They are
+      counted once, before any other can exist. That baseline is private to the store, which must
+      adjust it whenever it makes a view (`outputs`).
+    - Reductions in flight hold views of the flat tensor, so the number of uses of its storage means
+      something only while there are none.
+    - What a rank finds decides about its own memory alone, never about a collective: users may keep
+      a gradient on one rank.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        rank: int,
+        params: Sequence[ShardedParam],
+        flat: torch.Tensor,
+        place: SharedMemory | None = None,
+    ) -> None:
+        self.params = params
+        self.flat = flat
+        self.storage = flat.untyped_storage()
+        self._address = self.storage.data_ptr()
+        self._moves = False  # whether new memory has ever had another address
+        self.is_free = False
+        self.locals = [slice_with_own_storage(flat, slot, rank) for slot in layout.slots]
+        self._parts = [local.untyped_storage() for local in self.locals]
+        spans = [(part.data_ptr() - self._address, part.nbytes()) for part in self._parts]
+        self._spans = [(i, start, start + size) for i, (start, size) in enumerate(spans) if size]
+        self.dtensors = [
+            p.sharded_spec.wrap(local) for p, local in zip(params, self.locals, strict=True)
+        ]
+        self._outputs: dict[ReducePlan, list[torch.Tensor]] = {}
+        if place is None:
+            self.publish()
+        else:  # one pack, of all neighbours; before references to the gradients are counted
+            place.adopt(self.dtensors)
+        self._baseline = self._references(range(len(self.locals)))
+        self._storage_uses = self._count_storage_uses()
+
+    def _references(self, which: Collection[int]) -> list[tuple[int, int, int]]:
+        """How often the DTensors, the local tensors and their storages are referred to."""
+        # The same expressions for the baseline and for every later count, so that references held
+        # by the evaluation itself (arguments, loop variables) are the same in both.
+        dtensors, tensors, parts = self.dtensors, self.locals, self._parts
+        count, uses = sys.getrefcount, torch._C._storage_Use_Count
+        return [(count(dtensors[i]), count(tensors[i]), uses(parts[i]._cdata)) for i in which]
+
+    def _count_storage_uses(self) -> int:
+        return torch._C._storage_Use_Count(self.storage._cdata)
+
+    def outputs(self, plan: ReducePlan) -> list[torch.Tensor]:
+        """Views for a reduction that writes in place, made once per plan."""
+        outs = self._outputs.get(plan)
+        if outs is None:
+            outs = self._outputs[plan] = plan.outputs(self.flat)
+            self._storage_uses += len(outs)
+        return outs
+
+    def referenced_outside(
+        self, detached: Collection[int] | None = None, *, idle: bool = True
+    ) -> bool:
+        """Whether anything but the library refers to a gradient of ours that is not attached.
+
+        Args:
+            detached: the parameters to look at, which have no ``.grad``; None: no parameter has.
+            idle: no reduction that writes here is in flight, holding views of its own.
+        """
+        if self.is_free:
+            return False  # it was freed without references, and none can be taken since
+        if idle and self._count_storage_uses() != self._storage_uses:
+            return True
+        if hasattr(self.storage, "is_recorded"):  # streams of the user's may use it still
+            return True
+        if detached is None:
+            return self._references(range(len(self.locals))) != self._baseline
+        return self._references(detached) != [self._baseline[i] for i in detached]
+
+    def allocate(self) -> None:
+        """Give it memory, for a reduction: what is attached after that may be kept by users."""
+        self.is_free = False
+        nbytes = self.flat.nbytes
+        if self.storage.nbytes() != nbytes:
+            resize(self.storage, nbytes)
+            if self.storage.data_ptr() != self._address:
+                self._follow()
+
+    def _follow(self) -> None:
+        """Point the local gradients, which only the library refers to, at the new memory."""
+        # Their storages are slices, which keep the address they were made with. The tensor objects
+        # stay: the DTensors hold them, and the baseline counts them.
+        self._address = self.storage.data_ptr()
+        self._moves = True
+        with torch.no_grad():
+            for i, start, stop in self._spans:
+                local, part = self.locals[i], storage_slice(self.storage, start, stop)
+                self._parts[i] = part
+                local.set_(part, 0, local.shape, local.stride())
+
+    def free(self) -> None:
+        """Free it, where that pays; to be called while nothing outside refers to a gradient."""
+        self.is_free = True
+        if not self.storage.resizable():
+            return  # in a block with others; if page-locked, to lock it again exceeds a step
+        if self._moves and self.flat.nbytes < FREE_MIN_BYTES * len(self.locals):
+            return  # following a new address takes longer than these few bytes are worth
+        resize(self.storage, 0)
+
+
+class ReductionOutput:
+    """Where one reduction over shards writes its sums.
+
+    Attributes:
+        store: the gradients that the sums become, or are added to.
+        dtype: of the sums.
+        in_place: whether they are written straight into ``store``, else into a buffer.
+        flat: what they are written to, laid out like the sharded storage.
+        views: of ``flat``, one for each tensor that the reduce-scatter writes.
+    """
+
+    def __init__(self, store: GradientStore, dtype: torch.dtype, *, in_place: bool) -> None:
+        self.store = store
+        self.dtype = dtype
+        self.in_place = in_place
+        self.flat = store.flat
+        self.views: list[torch.Tensor] = []
+
+    def allocate(self, plan: ReducePlan, device: torch.device) -> None:
+        """Make the views, and the buffer if there is one: memory of the current stream."""
+        if self.in_place:
+            self.views = self.store.outputs(plan)
+        else:
+            self.flat = torch.empty(self.flat.numel(), dtype=self.dtype, device=device)
+            self.views = plan.outputs(self.flat)
+
+    def ranges(self, plan: ReducePlan) -> list[torch.Tensor]:
+        """The contiguous parts that the sums of ``plan`` are in."""
+        return [self.flat[offset : offset + numel] for offset, numel in plan.ranges]
+
+    def copy_from(
+        self, grads: Sequence[torch.Tensor | None], plan: ReducePlan, layout: BucketLayout
+    ) -> None:
+        """With one shard, gradients are the sums: copy them into one storage."""
+        # Neighbours in one storage are one call of the all-reduce. What autograd made may be many
+        # tensors, and may start at any byte, where NCCL is slow.
+        views, present = [], []
+        for i in plan.present:
+            grad, start = grads[i], layout.slots[i].shard_offset
+            assert grad is not None
+            present.append(grad)
+            views.append(self.flat[start : start + grad.numel()].view(grad.shape))
+        torch._foreach_copy_(views, present)
+
+    def scale(self, plan: ReducePlan, by: float) -> None:
+        for part in self.ranges(plan):
+            part.mul_(by)
+
+
+class PartialSums:
+    """Sums over shards that wait for a later all-reduce over replicas (HSDP).
+
+    Attributes:
+        present: the slots that they are of.
+        flat: laid out like the sharded storage; None where there are none.
+    """
+
+    def __init__(
+        self, params: Sequence[ShardedParam], layout: BucketLayout, rank: int, device: torch.device
+    ) -> None:
+        self._params = params
+        self._layout = layout
+        self._rank = rank
+        self._device = device
+        self.present: set[int] = set()
+        self.flat: torch.Tensor | None = None
+
+    def allocate(self, dtype: torch.dtype) -> None:
+        """Make room for the first of them, on compute's stream."""
+        if self.flat is None:
+            numel = self._layout.shard_numel
+            self.flat = torch.zeros(numel, dtype=dtype, device=self._device)
+
+    def add(self, sums: torch.Tensor, plan: ReducePlan) -> None:
+        """Add what was reduced over shards only."""
+        assert self.flat is not None
+        for offset, numel in plan.ranges:
+            self.flat[offset : offset + numel] += sums[offset : offset + numel]
+        self.present.update(plan.present)
+
+    def move_to(self, sums: torch.Tensor, plan: ReducePlan) -> torch.Tensor | None:
+        """Add those that ``plan`` covers to ``sums``, which are about to be all-reduced.
+
+        Returns:
+            The memory, if nothing is left in it: the caller has to hold it while it is read.
+        """
+        flat = self.flat
+        if flat is None:
+            return None
+        for i in plan.present:  # the others have a reduction of their own to come
+            slot = self._layout.slots[i]
+            part = slice(slot.shard_offset, slot.shard_offset + slot.shard_numel)
+            sums[part] += flat[part]
+            flat[part] = 0
+        self.present.difference_update(plan.present)
+        if self.present:
+            return None
+        self.flat = None
+        return flat
+
+    def rows(self) -> Iterator[tuple[ShardedParam, torch.Tensor]]:
+        """The parameters that they are of, and of each the rows of this rank, 1-D."""
+        if self.flat is not None:
+            for i in self.present:
+                yield (
+                    self._params[i],
+                    shard_of(self.flat, self._layout.slots[i], self._rank).view(-1),
+                )
+
+    def adopt(self, rows: Mapping[ShardedParam, torch.Tensor]) -> None:
+        """Wait on with such rows of buckets in whose place this one is."""
+        for i, (param, slot) in enumerate(zip(self._params, self._layout.slots, strict=True)):
+            if (part := rows.get(param)) is not None:
+                self.allocate(part.dtype)
+                assert self.flat is not None
+                self.flat.narrow(0, slot.shard_offset, len(part)).copy_(part)
+                self.present.add(i)
+
+    def drop(self) -> None:
+        self.present.clear()
+        self.flat = None
