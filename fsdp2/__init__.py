@@ -19,9 +19,10 @@ from .common.versions import __version__ as __version__
 if TYPE_CHECKING:
     from . import optim, wrap
     from .api.deterministic import deterministic
+    from .api.forward_methods import register_fsdp_forward_method
     from .api.full_state import full_state_dict, iter_full_tensors, load_full_state_dict
     from .api.fully_shard import fully_shard
-    from .api.functions import register_fsdp_forward_method, share_comm_ctx
+    from .api.functions import share_comm_ctx
     from .api.initialization import broadcast_replicas, init_on_whole_tensors, materialize
     from .api.merging import merge_units
     from .api.module import FSDPModule, UnshardHandle
@@ -177,7 +178,7 @@ _HOME = {
     "predict": "planning",
     "profile": "profiling",
     "register_cost": "planning",
-    "register_fsdp_forward_method": "api.functions",
+    "register_fsdp_forward_method": "api.forward_methods",
     "replicate": "api.replicate",
     "shard_model": "api.shard_model",
     "share_comm_ctx": "api.functions",

@@ -172,8 +172,8 @@ def _wire(unit: Unit, new: Unit, memo: dict[int, Any]) -> None:
     hooks = UnitHooks.made_for(new)
     for module in new.modules:
         hooks.take_over(hooks_of(unit), module)
-    for module, name, method in hooks_of(unit).methods:
-        wrapped = hooks.wrap_method(memo[id(module)], name, copy.deepcopy(method, memo))
+    for module, name, method, wrap in hooks_of(unit).methods:
+        wrapped = wrap(hooks, memo[id(module)], name, copy.deepcopy(method, memo))
         setattr(memo[id(module)], name, MethodType(wrapped, memo[id(module)]))
     for chosen, earlier in (
         (new.forward_prefetch, unit.forward_prefetch),

@@ -171,7 +171,7 @@ class GroupHooks(UnitHooks):
     marks_all = False
 
     def _middle(self) -> Middle | None:
-        if self.unit.runtime is None or self._inside_method:
+        if self.unit.runtime is None or self.inside_method:
             return None
         of_tree = runtime_of(self.unit).part(Middles)
         middle = None if of_tree is None else of_tree.current

@@ -60,16 +60,17 @@ class UnitHooks:
         self._cast_output = (
             cast_floating(policy.output_dtype) if policy.output_dtype is not None else None
         )
-        self._inside_method = False  # of one registered by `wrap_method`
+        self.inside_method = False  # of one that runs like a forward
         self._is_typed = False  # the last forward, by `spmd_types`
         # For units whose inputs need no gradient.
         self._watching = False
         self._watched: list[RemovableHandle] = []
         self._watched_generation = -1
         self._num_accumulated = 0
-        self.methods: list[tuple[nn.Module, str, Callable[..., Any]]] = []  # that are wrapped
-        self._pre_forward = skip_compile(self.pre_forward)
-        self._post_forward = skip_compile(self.post_forward)
+        # Methods that run like a forward: the owner, the name, the method, and what wraps it.
+        self.methods: list[tuple[nn.Module, str, Callable[..., Any], Callable[..., Any]]] = []
+        self.pre_forward_hook = skip_compile(self.pre_forward)
+        self.post_forward_hook = skip_compile(self.post_forward)
 
     def install(self) -> None:
         """Register the hooks of forward."""
@@ -77,47 +78,22 @@ class UnitHooks:
         # its parameters, as those of `torch.nn.utils.weight_norm` do. Hooks that are registered
         # later see the sharded parameters after forward.
         for module in self.unit.modules:
-            module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._post_forward, with_kwargs=True)
+            module.register_forward_pre_hook(self.pre_forward_hook, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.post_forward_hook, with_kwargs=True)
 
     def take_over(self, other: UnitHooks, module: nn.Module) -> None:
         """Put these hooks in the places of ``other``'s, which a copied module still holds."""
         # In their places, not at the end: the order among users' hooks is part of the module.
         for hooks, old, new in (
-            (module._forward_pre_hooks, other._pre_forward, self._pre_forward),
-            (module._forward_hooks, other._post_forward, self._post_forward),
+            (module._forward_pre_hooks, other.pre_forward_hook, self.pre_forward_hook),
+            (module._forward_hooks, other.post_forward_hook, self.post_forward_hook),
         ):
             hooks.update({key: new for key, hook in hooks.items() if hook is old})
 
     # -- forward ----------------------------------------------------------------------------
 
-    def wrap_method(
-        self, owner: nn.Module, name: str, method: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        """``method`` as a forward of the unit: parameters are gathered before and freed after it.
-
-        Calls of forward inside it compute with what is gathered already.
-        """
-        self.methods.append((owner, name, method))
-
-        @functools.wraps(method)
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._inside_method:
-                return method(*args, **kwargs)
-            args, kwargs = self._pre_forward(module, args, kwargs)
-            # ``generate`` calls forward once per token: gathering each time would be the cost that
-            # registering the method is to avoid.
-            self._inside_method = True
-            try:
-                output = method(*args, **kwargs)
-            finally:
-                self._inside_method = False
-            return self._post_forward(module, args, kwargs, output)
-
-        return call
-
     def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        if self._inside_method:
+        if self.inside_method:
             return self._cast_inputs(args, kwargs)
         outside_torch_modes(self._gather, module)
         # Inside the modes again: what computes in the place of parameters, and the cast of inputs,
@@ -170,7 +146,7 @@ class UnitHooks:
             with checker.no_typecheck():
                 made = self.post_forward(module, args, kwargs, output)
             return _with_types(checker, output, made)
-        if self._inside_method:
+        if self.inside_method:
             return self._cast(output)
         unit = self.unit
         differentiable = False

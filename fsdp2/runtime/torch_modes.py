@@ -35,7 +35,8 @@ _SELECTIVE = tuple(
 )
 
 
-_METHODS = __package__ + ".hooks"  # the file with the function that calls registered methods
+# Of functions that call a method of a module like a forward; their first argument is ``module``.
+method_codes: list[CodeType] = []
 
 NOT_TRACED = (
     "{} of a sharded model: its parameters are gathered and freed while it runs, which a traced "
@@ -143,7 +144,7 @@ def modules_being_called() -> Counter[nn.Module]:
             module = None
             if frame.f_code is nn.Module._call_impl.__code__:
                 module = frame.f_locals.get("self")
-            elif frame.f_globals.get("__name__") == _METHODS and frame.f_code.co_name == "call":
+            elif frame.f_code in method_codes:
                 module = frame.f_locals.get("module")
             if isinstance(module, nn.Module):
                 found[module] += 1

@@ -57,8 +57,8 @@ ALLOWED = {
     "runtime/unit.py": "input_nodes self.of_parts",
     "runtime/events.py": "Runtime parts",
     "features/middle.py": "output post_forward()",
-    "runtime/hooks.py": "grad node output value states checker given made method args kwargs _ "
-    "_with_types() self.methods post_forward() _cast() wrap_method() call()",
+    "runtime/hooks.py": "grad node output value states checker given made _ "
+    "_with_types() self.methods post_forward() _cast()",
     "guards/optimizer_checks.py": "args kwargs param param_group",
     "runtime/registration.py": "args expected self._fast _Columns rows self._guarded",
     "guards/requested_gradients.py": "inputs outputs run args asked kwargs _grad() _run()",

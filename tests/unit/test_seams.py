@@ -18,7 +18,7 @@ KERNEL = ("sharding/", "comm/", "runtime/", "api/fully_shard.py", "api/module.py
 # Files that set attributes by name, in a `__dict__`, or of which the kernel has a function of that
 # name, by what they do it to.
 TO_OTHER_THINGS = {
-    "modules": "api/deepcopy.py api/functions.py api/library_methods.py api/torch_compat.py "
+    "modules": "api/deepcopy.py api/forward_methods.py api/library_methods.py api/torch_compat.py "
     "checkpoint/loading/fill.py experts.py planning/plan_report.py planning/trace/checkpointing.py "
     "planning/trace/compiled.py",
     "optimizers": "offload/optimizer_state.py optim/in_backward.py optim/local.py "

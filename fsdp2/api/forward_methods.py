@@ -1,0 +1,81 @@
+"""Methods that run like a forward: their unit is gathered before them, and freed after them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import CodeType, MethodType
+from typing import Any
+
+from torch import nn
+
+from ..runtime.hooks import UnitHooks, hooks_of
+from ..runtime.torch_modes import method_codes
+from ..runtime.unit import unit_of
+from .module import FSDPModule
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Treat a method like forward: gather parameters before it and free them after it.
+
+    For methods other than ``forward`` that compute with parameters, such as ``generate``. The
+    method may call forward. Has no effect if ``module`` is not sharded, or if that is done already.
+
+    Args:
+        module: the module.
+        method_name: name of the method.
+
+    Raises:
+        ValueError: if there is no such method.
+
+    Example:
+        >>> fully_shard(model)
+        >>> register_fsdp_forward_method(model, "generate")
+        >>> model.generate(tokens)
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"{type(module)} does not have a method {method_name}")
+    if _is_wrapped(method, module):  # another time, it would be wrapped twice, and so on
+        return
+    wrapped = _wrap(hooks_of(unit_of(module)), module, method_name, method)
+    setattr(module, method_name, MethodType(wrapped, module))
+
+
+def _wrap(
+    hooks: UnitHooks, owner: nn.Module, name: str, method: Callable[..., Any]
+) -> Callable[..., Any]:
+    """``method`` as a forward of the unit of ``hooks``.
+
+    Calls of forward inside it compute with what is gathered already.
+    """
+    hooks.methods.append((owner, name, method, _wrap))
+
+    @functools.wraps(method)
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if hooks.inside_method:
+            return method(*args, **kwargs)
+        args, kwargs = hooks.pre_forward_hook(module, args, kwargs)
+        # ``generate`` calls forward once per token: gathering each time would be the cost that
+        # registering the method is to avoid.
+        hooks.inside_method = True
+        try:
+            output = method(*args, **kwargs)
+        finally:
+            hooks.inside_method = False
+        return hooks.post_forward_hook(module, args, kwargs, output)
+
+    return call
+
+
+def _is_wrapped(method: object, owner: nn.Module) -> bool:
+    """Whether ``method`` of ``owner`` is one that `_wrap` made."""
+    if not isinstance(method, MethodType) or method.__self__ is not owner:
+        return False
+    # By its code, not by a mark on it: what `functools.wraps` puts around it would copy the mark.
+    return getattr(method.__func__, "__code__", None) in method_codes
+
+
+method_codes += [code for code in _wrap.__code__.co_consts if isinstance(code, CodeType)]
