@@ -239,7 +239,7 @@ def _forget_sum(reduction: Reduction, *_: Any) -> None:
 
 
 def _forget_partial(reduction: Reduction) -> None:
-    reduction._held = None
+    reduction.output.added = None
 
 
 def _in_place(reduction: Reduction, *_: Any) -> None:
