@@ -92,32 +92,22 @@ class Reduction:
         self.grads = grads
         self.scatter = transports.scatter
         self.replicate = transports.replicate
+        self.is_local = self.scatter is None and self.replicate is None
         self.waits = self.replicate is not None and not config.all_reduce_grads
         self.factor = config.divide_factor
         self.hook = config.all_reduce_hook
         self.hook_stream = config.all_reduce_stream
         self.tag = tag
+        self.nbytes = plan.numel * bucket.gather_dtype.itemsize
         # None before it is chosen and after the release, where nothing reads it.
         self.output: ReductionOutput = None  # type: ignore[assignment]
         self.dtensors: Sequence[torch.Tensor] | dict[int, torch.Tensor] = ()
-        self._held: torch.Tensor | None = None  # partial sums that are in the output now
         self._fresh: Collection[int] = ()  # whose result is in `dtensors`, not added to ``.grad``
         self._finish: Finish = done
         self._event: Event = None
         self._advanced = False
-        self._called_hooks = False
         self._attached: list[nn.Parameter] = []
         self.added: list[Added] = []
-
-    @property
-    def is_local(self) -> bool:
-        """Whether nothing is communicated."""
-        return self.scatter is None and self.replicate is None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the gradients in the dtype of computation."""
-        return self.plan.numel * self.bucket.gather_dtype.itemsize
 
     def collides(self) -> bool:
         """Whether an earlier reduction that writes the same slices is not complete yet."""
@@ -204,10 +194,9 @@ class Reduction:
             params[i].sharded._post_accumulate_grad_hooks for i in self.plan.present
         ):
             self.wait_on_host(streams)  # an optimizer in backward steps on the host
-        if not self.waits:
-            self._attach()
+        called_hooks = not self.waits and self._attach()
         self._release()
-        if self._called_hooks:  # of an optimizer in backward, which may have dropped them again
+        if called_hooks:  # of an optimizer in backward, which may have dropped them again
             self.bucket.release_gradients()
         return self._attached
 
@@ -236,7 +225,7 @@ class Reduction:
                 self._run_finish()  # the all-reduce
 
     def _release(self) -> None:
-        self.grads, self._held = (), None
+        self.grads = ()
         self.output = None  # type: ignore[assignment]
         self.bucket.in_flight -= self.plan.covered
 
@@ -307,7 +296,7 @@ class Reduction:
             self.bucket.partial.add(self.output.flat, self.plan)
         elif self.replicate is not None:
             # Compute, on whose stream it was allocated, does not read it last: see `use_reduced`.
-            self._held = self.bucket.partial.move_to(self.output.flat, self.plan)
+            self.output.added = self.bucket.partial.move_to(self.output.flat, self.plan)
             self._finish = self.replicate.all_reduce(self._parts(), self.tag)
 
     def _adopt(self) -> None:
@@ -391,8 +380,9 @@ class Reduction:
         local_of(grad).add_(value)
         self.added.append((param, weakref.ref(grad), _writes_to(grad)))
 
-    def _attach(self) -> None:
-        params = self.bucket.params
+    def _attach(self) -> bool:
+        """Attach ``.grad``; returns whether hooks of users were called then."""
+        params, called_hooks = self.bucket.params, False
         for i in self.plan.present:
             sharded = params[i].sharded
             if i in self._fresh:
@@ -403,9 +393,10 @@ class Reduction:
                 sharded.grad = self.dtensors[i]
             hooks = sharded._post_accumulate_grad_hooks
             if hooks:  # as autograd would call them
-                self._called_hooks = True
+                called_hooks = True
                 for hook in tuple(hooks.values()):
                     hook(sharded)
+        return called_hooks
 
 
 @dataclass

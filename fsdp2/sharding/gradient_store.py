@@ -160,6 +160,7 @@ class ReductionOutput:
         in_place: whether they are written straight into ``store``, else into a buffer.
         flat: what they are written to, laid out like the sharded storage.
         views: of ``flat``, one for each tensor that the reduce-scatter writes.
+        added: memory of partial sums that were added to ``flat``, until nothing reads it.
     """
 
     def __init__(self, store: GradientStore, dtype: torch.dtype, *, in_place: bool) -> None:
@@ -168,6 +169,7 @@ class ReductionOutput:
         self.in_place = in_place
         self.flat = store.flat
         self.views: list[torch.Tensor] = []
+        self.added: torch.Tensor | None = None
 
     def allocate(self, plan: ReducePlan, device: torch.device) -> None:
         """Make the views, and the buffer if there is one: memory of the current stream."""

@@ -235,11 +235,12 @@ def _forget_gradients(reduction: Reduction, *_: Any) -> None:
 
 
 def _forget_sum(reduction: Reduction, *_: Any) -> None:
-    reduction.output.flat, reduction.output.views = None, []
+    if reduction.output is not None:  # else gradients are adopted: there is no sum
+        reduction.output.flat, reduction.output.views = None, []
 
 
 def _forget_partial(reduction: Reduction) -> None:
-    reduction._held = None
+    reduction.output.added = None
 
 
 def _in_place(reduction: Reduction, *_: Any) -> None:
@@ -422,10 +423,10 @@ MUTATIONS: dict[str, Mutation] = {
     "gathered storage is allocated on compute": Mutation(
         "plain",
         Kind.USED_BEFORE_ALLOCATED,
-        lambda: on_stream(Bucket, "allocate", "compute"),
+        lambda: on_stream(GatheredStorage, "allocate", "compute"),
     ),
     "gathered storage is not allocated again": Mutation(
-        "plain", GONE, lambda: nothing(Bucket, "allocate")
+        "plain", GONE, lambda: nothing(GatheredStorage, "allocate")
     ),
     "a unit is freed when the last parameter gradient has accumulated": Mutation(
         "lora", GONE, lambda: after(UnitHooks, "_accumulated", _free_when_accumulated)

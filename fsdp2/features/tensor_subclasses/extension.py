@@ -94,6 +94,10 @@ class ExtensionStorage(GatheredStorage):
         self.nbytes = sum(self.sizes)
         record_gathered(storages)
 
+    def plan_gather(self, outputs: list[torch.Tensor]) -> GatherPlan:
+        self.plan = ExtensionPlan(self._bucket, outputs)
+        return self.plan
+
     @override
     def fill_own_slices(self) -> None:
         self._bucket.fill_own_slices()
@@ -251,8 +255,7 @@ class ExtensionBucket(Bucket):
             for t, size in zip(inputs, self._chunks, strict=True)
         ]
         self._wholes = self._plan_joins(inputs)
-        self.gathered.plan = plan = ExtensionPlan(self, self._outputs)
-        return plan
+        return self.gathered.plan_gather(self._outputs)
 
     def _plan_joins(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The gathered tensors as they are whole; most are what a gather brings."""
