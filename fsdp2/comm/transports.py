@@ -29,7 +29,8 @@ from torch.distributed.distributed_c10d import (
 
 from ..common.failures import explained
 from ..sharding.bucket import Bucket
-from ..sharding.plans import GatherBatch, GatherPlan, ReducePlan, copy_in
+from ..sharding.gathered import GatherBatch, GatherPlan
+from ..sharding.gradients import ReducePlan, copy_in
 from ..sharding.process_groups import native_backend, num_hosts, own_group
 from .means import as_real, mean_over
 from .streams import Finish, device_module, done, ended, wait_for

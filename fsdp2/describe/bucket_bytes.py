@@ -22,8 +22,8 @@ from ..policy import (
     sum_dtype,
     wire_dtype,
 )
+from ..sharding.gradients import ReducePlan
 from ..sharding.layout import BucketLayout, plan_bucket
-from ..sharding.plans import ReducePlan
 from ..transports.compressed.quantize import Cut, cut_reduction, gather_row
 from ..transports.host.topology import Places, Sent, Topology
 

@@ -13,8 +13,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ..common.pytree import tensors_in
-from ..runtime.borders import Crossing, Grads
-from ..runtime.hooks import UnitHooks
+from ..runtime.hooks import Crossing, Grads, UnitHooks
 from ..runtime.unit_grads import will_run
 
 

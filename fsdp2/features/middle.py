@@ -19,9 +19,8 @@ from torch import nn
 from typing_extensions import override
 
 from ..common.pytree import map_tensors, tensors_in
-from ..runtime.borders import watch_base
 from ..runtime.events import TreePart, registry
-from ..runtime.hooks import UnitHooks
+from ..runtime.hooks import UnitHooks, watch_base
 from ..runtime.runtime import Runtime, runtime_of
 from ..runtime.states import State
 from ..runtime.torch_modes import is_transformed

@@ -30,11 +30,10 @@ from ..runtime.runtime import Runtime
 from ..runtime.states import State
 from ..runtime.unit import Unit
 from ..sharding.bucket import Bucket
-from ..sharding.gathered import Segments, resize
+from ..sharding.gathered import GatherPlan, Segments, resize
 from ..sharding.layout import ALIGN_BYTES, BucketLayout, Slot, finish_layout
 from ..sharding.mesh import DataParallelMesh, device_of
 from ..sharding.param import ShardedParam, TensorSpec
-from ..sharding.plans import GatherPlan
 from ..sharding.process_groups import own_group
 from ..transports.compressed.quantize import gather_row
 from ..transports.compressed.transports import CompressedTransport

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from ..runtime.borders import Border, Leave, marks_in_transforms
+from ..runtime.hooks import Border, Leave, marks_in_transforms
 
 
 class TransformedBorder(Border):

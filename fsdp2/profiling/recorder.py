@@ -25,7 +25,7 @@ from ..describe.explain import facts_of, unit_name
 from ..observing import observing
 from ..runtime.unit import Unit
 from ..sharding.bucket import Bucket
-from ..sharding.plans import ReducePlan
+from ..sharding.gradients import ReducePlan
 from . import events
 from . import log as kinds
 from .clocks import Clock, Mark, make_clock

@@ -19,7 +19,7 @@ from ..runtime.runtime import Runtime
 from ..runtime.states import State
 from ..runtime.unit import Forward, Unit
 from ..sharding.bucket import Bucket
-from ..sharding.plans import ReducePlan
+from ..sharding.gradients import ReducePlan
 from . import log as kinds
 from .events import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from .log import FIVE, FIVE_MARKED, KINDS, MARKED, NUMBER, OPERATION, UNKNOWN, WAITED, Log

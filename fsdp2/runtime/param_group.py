@@ -20,9 +20,10 @@ from ..dtensor.from_local import local_of
 from ..dtensor.subclasses import inner_tensors
 from ..policy import MixedPrecisionPolicy, OffloadBeyond, param_dtype_of, sum_dtype
 from ..sharding.bucket import Bucket
+from ..sharding.gathered import GatherBatch, GatherPlan
+from ..sharding.gradients import ReducePlan
 from ..sharding.mesh import DataParallelMesh
 from ..sharding.param import ShardedParam
-from ..sharding.plans import GatherBatch, GatherPlan, ReducePlan
 from ..sharding.process_groups import num_hosts
 from .registration import Registration
 from .unit_config import UnitConfig

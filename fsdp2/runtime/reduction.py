@@ -41,9 +41,8 @@ from ..common.failures import reraise
 from ..dtensor.from_local import local_of
 from ..dtensor.memory import with_own_storage
 from ..sharding.bucket import Bucket
-from ..sharding.gradient_store import ReductionOutput
+from ..sharding.gradients import ReducePlan, ReductionOutput
 from ..sharding.param import ShardedParam, shard_of
-from ..sharding.plans import ReducePlan
 from .unit_config import UnitConfig
 
 # With `map` in place of generators, which cost a frame per item: these run in every backward.

@@ -24,10 +24,9 @@ from ..comm.streams import Event, Streams
 from ..comm.transports import Finish, Transport, done
 from ..common.failures import reraise
 from ..sharding.bucket import Bucket
-from ..sharding.gathered import GatheredStorage
+from ..sharding.gathered import GatherBatch, GatheredStorage, GatherPlan
 from ..sharding.mesh import DataParallelMesh
 from ..sharding.param import ShardedParam, managed_as
-from ..sharding.plans import GatherBatch, GatherPlan
 from .param_group import ParamGroup
 from .registration import Registration
 from .states import GATHERED, RESHARDED, TRANSITIONS, State

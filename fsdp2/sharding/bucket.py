@@ -1,7 +1,7 @@
 """The storages of a bucket, and every view of them that the steps of training need.
 
 A bucket owns three: the shards, the gathered parameters (`gathered`) and the gradients of the
-shards (`gradient_store`). All views are made once. A storage is freed and allocated by resizing it,
+shards (`gradients`). All views are made once. A storage is freed and allocated by resizing it,
 so views, saved tensors of autograd and the unsharded parameters stay valid; all that changes is
 whether there is memory behind them. The slices that users get (sharded parameters, gradients) keep
 their memory alive by themselves.
@@ -18,11 +18,10 @@ from ..dtensor.boxes import strides
 from ..dtensor.memory import record_gathered, with_own_storage
 from ..policy import MixedPrecisionPolicy, wire_dtype
 from .gathered import GatheredStorage, SecondarySource
-from .gradient_store import GradientStore, PartialSums, SharedMemory
+from .gradients import GradientStore, PartialSums, ReducePlan, SharedMemory
 from .layout import plan_bucket
 from .mesh import DataParallelMesh
 from .param import ShardedParam, own_rows, slice_with_own_storage
-from .plans import ReducePlan
 
 # Before 2.15, torch lets autograd round gradients to the dtype of the unsharded parameter.
 KEEPS_DTYPES = hasattr(torch.Tensor, "_has_grad_dtype_override")

@@ -23,7 +23,7 @@ from ..runtime.unit import Unit
 from ..runtime.unit_grads import UnitGrads
 from ..sharding.bucket import Bucket
 from ..sharding.gathered import resizers
-from ..sharding.gradient_store import GradientStore
+from ..sharding.gradients import GradientStore
 from ..transports.host.exchange import Exchange
 from .trace import RecordedGroup, Recorder
 

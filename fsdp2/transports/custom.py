@@ -24,7 +24,8 @@ from ..comm.streams import Finish, ended, wait_for
 from ..comm.transports import GroupTransport, Transport
 from ..custom import AllGather, ReduceScatter
 from ..sharding.bucket import Bucket
-from ..sharding.plans import GatherBatch, GatherPlan, ReducePlan, copy_in
+from ..sharding.gathered import GatherBatch, GatherPlan
+from ..sharding.gradients import ReducePlan, copy_in
 
 
 class FlatTransport:

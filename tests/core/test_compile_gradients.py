@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2.runtime.unit import unit_of
-from fsdp2.sharding.gradient_store import GradientStore
+from fsdp2.sharding.gradients import GradientStore
 from harness import distributed, ours_only
 from models import MLP
 from reference import assert_same, pair

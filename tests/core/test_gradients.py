@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2 import FSDPModule, fully_shard
 from fsdp2.sharding import gradient_store
-from fsdp2.sharding.gradient_store import GradientStore
+from fsdp2.sharding.gradients import GradientStore
 from harness import cpu_only, distributed, ours_only
 from models import BY_NAME, EVEN_MLP, MLP, RECURRENT, TRANSFORMER, Case, no_units, normal_batch
 from reference import (
@@ -71,7 +71,7 @@ def gradient_bytes(model: Any) -> int:
 
 
 # Gradients that are as small as those of the test models would keep their memory.
-FREE_SMALL = mock.patch("fsdp2.sharding.gradient_store.FREE_MIN_BYTES", 0)
+FREE_SMALL = mock.patch("fsdp2.sharding.gradients.FREE_MIN_BYTES", 0)
 
 
 @pytest.mark.parametrize("way", ["optimizer", "model", "subclass"])

@@ -22,9 +22,9 @@ import testdev
 from fsdp2.comm.means import mean_over
 from fsdp2.comm.streams import wait_for
 from fsdp2.comm.transports import GroupTransport, separate_group, sum_together
-from fsdp2.sharding.gathered import Segments
+from fsdp2.sharding.gathered import GatherBatch, GatherPlan, Segments
+from fsdp2.sharding.gradients import ReducePlan
 from fsdp2.sharding.layout import BucketLayout, plan_bucket
-from fsdp2.sharding.plans import GatherBatch, GatherPlan, ReducePlan
 from fsdp2.sharding.process_groups import num_hosts, own_group, timeout_of
 from fsdp2.transports.custom import (
     SymmetricTransport,

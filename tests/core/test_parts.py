@@ -55,14 +55,14 @@ def registries() -> list[list[Any]]:
     """Where parts of the library are registered."""
     from fsdp2.api import fully_shard
     from fsdp2.comm import mesh_transports
-    from fsdp2.runtime import borders, hooks, param_group, reduction, registration
+    from fsdp2.runtime import hooks, param_group, reduction, registration
     from fsdp2.sharding import param
 
     return [
         *(registry().unit_parts, registry().tree_parts, hooks.UnitHooks.kinds),
         *(registration.write_guards, registration.lenders, reduction.result_hooks),
         *(param_group.own_buckets, param.carriers, param.annotation_readers),
-        *(hooks.UnitHooks.input_followers, borders.marks_in_transforms),
+        *(hooks.UnitHooks.input_followers, hooks.marks_in_transforms),
         *(mesh_transports.wrappers, mesh_transports._reduce_groups, mesh_transports.resharders),
         fully_shard.class_adapters,
     ]

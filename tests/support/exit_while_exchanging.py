@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.transport import pretended_hosts
-from fsdp2.sharding.plans import RowGather
 from fsdp2.transports.host.exchange import Exchange
-from fsdp2.transports.host.messages import Messages
+from fsdp2.transports.host.messages import Messages, RowGather
 from fsdp2.transports.host.relays import HostRelays
 
 WAYS = ["messages", "relay", "sum"]

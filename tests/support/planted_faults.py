@@ -64,7 +64,7 @@ class Fault:
 GRADS, REDUCTION = "runtime/unit_grads.py", "runtime/reduction.py"
 UNIT, REGISTRATION, ROOT = "runtime/unit.py", "runtime/registration.py", "runtime/runtime.py"
 HOOKS, LAYOUT, BUCKET = "runtime/hooks.py", "sharding/layout.py", "sharding/bucket.py"
-GRADIENTS = "sharding/gradient_store.py"
+GRADIENTS = "sharding/gradients.py"
 SECONDARY = "features/secondary_shards.py"
 RUNS, COMPRESSED, CUSTOM = (
     "optim/flat_runs.py",
@@ -174,14 +174,14 @@ FAULTS = (
     # -- storage -----------------------------------------------------------------------------
     Fault(
         "every rank casts its shard into the place of rank 0",
-        "sharding/plans.py",
+        "sharding/gathered.py",
         "output[rank * numel : (rank + 1) * numel]",
         "output[:numel]",
         test="tests/core/test_mixed_precision.py::test_bf16_compute_with_fp32_reduction",
     ),
     Fault(
         "packed gradients of dims other than 0 are rank 0's for all",
-        "sharding/plans.py",
+        "sharding/gradients.py",
         "piece = grad.narrow(slot.dim, start, stop - start)",
         "piece = grad.narrow(slot.dim, 0, stop - start)",
         test="tests/core/test_parameters.py::test_placements_chosen_by_a_function",
@@ -195,7 +195,7 @@ FAULTS = (
     ),
     Fault(
         "0-dim parameters are read beside their place in the pack",
-        "sharding/plans.py",
+        "sharding/gathered.py",
         "rows = pack.narrow(1, first.shard_offset - layout.pack_offset, len(group) * numel)",
         "rows = pack.narrow(1, 0, len(group) * numel)",
         test="tests/core/test_parameters.py::test_parameter_objects_stay_the_same_over_steps",

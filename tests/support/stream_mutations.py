@@ -26,9 +26,8 @@ from fsdp2.runtime.runtime import Runtime
 from fsdp2.runtime.states import State
 from fsdp2.runtime.unit import Forward, Gather, Unit
 from fsdp2.sharding.bucket import Bucket
-from fsdp2.sharding.gathered import GatheredStorage
-from fsdp2.sharding.gradient_store import GradientStore
-from fsdp2.sharding.plans import GatherPlan
+from fsdp2.sharding.gathered import GatheredStorage, GatherPlan
+from fsdp2.sharding.gradients import GradientStore
 from fsdp2.testing import Kind
 from fsdp2.transports.host import messages
 from stream_schedules import Layer, Micro, Plan, Step, used_once

@@ -68,7 +68,7 @@ def hash_of(plan: Plan) -> str:
     gc.disable()
     try:
         with (
-            mock.patch("fsdp2.sharding.gradient_store.FREE_MIN_BYTES", 0),
+            mock.patch("fsdp2.sharding.gradients.FREE_MIN_BYTES", 0),
             traced(plan) as recorder,
         ):
             lines = "\n".join(map(repr, recorder.events))

@@ -52,12 +52,11 @@ ALLOWED = {
     "features/double_backward.py": "ctx _ backward()",
     "features/early_free/freed_params.py": "ctx func types args kwargs "
     "__torch_function__() __torch_dispatch__()",
-    "runtime/borders.py": "ctx enter node",
     "features/transforms.py": "ctx enter inputs output",
     "runtime/unit.py": "input_nodes self.of_parts",
     "runtime/events.py": "Runtime parts",
     "features/middle.py": "output post_forward()",
-    "runtime/hooks.py": "grad node output value states checker given made _ "
+    "runtime/hooks.py": "ctx enter grad node output value states checker given made _ "
     "_with_types() self.methods post_forward() _cast()",
     "guards/optimizer_checks.py": "args kwargs param param_group",
     "runtime/registration.py": "args expected self._fast _Columns rows self._guarded",

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp2.features.secondary_shards import secondary_layout
+from fsdp2.sharding.gradients import ReducePlan, copy_in
 from fsdp2.sharding.layout import (
     ALIGN_BYTES,
     MAX_DIRECT,
     BucketLayout,
     plan_bucket,
 )
-from fsdp2.sharding.plans import ReducePlan, copy_in
 
 shapes = st.lists(st.integers(0, 9), min_size=0, max_size=3).map(tuple)
 ITEMSIZES = [(4, 4, 4), (2, 4, 4), (8, 8, 8), (1, 1, 1), (2, 2, 4)]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp2.sharding.gradients import ReducePlan, copy_in
 from fsdp2.sharding.layout import plan_bucket
-from fsdp2.sharding.plans import ReducePlan, copy_in
 
 SHAPES = [(4, 3), (2,), (6,)]
 

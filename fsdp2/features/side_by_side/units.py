@@ -15,7 +15,7 @@ from ...dtensor.memory import asked_side_by_side, storage_part
 from ...runtime.events import UnitPart, registry
 from ...runtime.unit import Unit
 from ...sharding.bucket import Bucket
-from ...sharding.gradient_store import FREE_MIN_BYTES
+from ...sharding.gradients import FREE_MIN_BYTES
 from ...sharding.param import shard_of
 from .neighbours import NEIGHBOURS_BYTES, Neighbours, Place, is_held
 

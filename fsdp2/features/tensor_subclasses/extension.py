@@ -31,10 +31,9 @@ from ...dtensor.memory import record_gathered
 from ...dtensor.subclasses import inner_tensors, is_wrapper
 from ...runtime.param_group import own_buckets
 from ...sharding.bucket import Bucket
-from ...sharding.gathered import GatheredStorage, SecondarySource, resize
+from ...sharding.gathered import GatheredStorage, GatherPlan, SecondarySource, resize
 from ...sharding.mesh import DataParallelMesh, device_of
 from ...sharding.param import EXTENSION_METHODS, is_extension
-from ...sharding.plans import GatherPlan
 from ...sharding.process_groups import own_group
 from .tensor_subclass import contiguous_strides, own_shard, write_into
 

@@ -14,8 +14,8 @@ from ...comm.means import mean_over
 from ...comm.transports import Finish, GroupTransport, done, ended
 from ...policy import CommPolicy
 from ...sharding.bucket import Bucket
+from ...sharding.gradients import ReducePlan, _is_simple
 from ...sharding.layout import BucketLayout
-from ...sharding.plans import ReducePlan, _is_simple
 from ...transports.compressed.quantize import Cut, cut_reduction, gather_row
 from ...transports.compressed.transports import CompressedTransport
 from ...transports.host.exchange import EXCHANGE_MAX_RANKS, Exchange

@@ -30,10 +30,9 @@ from ...runtime.unit_config import UnitConfig
 from ...runtime.unit_grads import UnitGrads
 from ...sharding.bucket import Bucket
 from ...sharding.gathered import GatheredStorage, SecondarySource
-from ...sharding.gradient_store import FREE_MIN_BYTES, PartialSums, ReductionOutput
+from ...sharding.gradients import FREE_MIN_BYTES, PartialSums, ReducePlan, ReductionOutput
 from ...sharding.mesh import DataParallelMesh
 from ...sharding.param import ShardedParam
-from ...sharding.plans import ReducePlan
 from ...transports.compressed.quantize import gather_row
 from ..trace.account import HeldBytes
 from ..trace.allocator import Block

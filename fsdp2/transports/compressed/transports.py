@@ -27,8 +27,9 @@ from ...comm.mesh_transports import CommOptions, MeshTransports, Use, register_w
 from ...comm.transports import Finish, Transport, _either, ended
 from ...policy import CommPolicy, exchanged_sum_dtype, hops_of
 from ...sharding.bucket import Bucket
+from ...sharding.gathered import GatherBatch, GatherPlan
+from ...sharding.gradients import ReducePlan, copy_in
 from ...sharding.mesh import DataParallelMesh
-from ...sharding.plans import GatherBatch, GatherPlan, ReducePlan, copy_in
 from ...sharding.process_groups import own_group
 from ..host.exchange import Exchange
 from .quantize import Cut, Key, WireRow, cut_reduction, gather_row

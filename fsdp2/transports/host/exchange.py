@@ -16,9 +16,10 @@ from ...comm.streams import Finish
 from ...comm.transports import register_backend
 from ...policy import exchanged_sum_dtype
 from ...sharding.bucket import Bucket
-from ...sharding.plans import GatherBatch, GatherPlan, ReducePlan, RowGather, copy_in
+from ...sharding.gathered import GatherBatch, GatherPlan
+from ...sharding.gradients import ReducePlan, copy_in
 from .links import forget_tags, host_links, places_of
-from .messages import Messages
+from .messages import Messages, RowGather
 from .reads import HostReads
 from .relays import HostRelays
 

@@ -9,10 +9,24 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from ...comm.streams import Finish, wait_for
-from ...sharding.plans import GatherPlan, RowGather
-from ...sharding.plans import Messages as Listed
+from ...sharding.gathered import GatherPlan
+from ...sharding.gathered import Messages as Listed
 from .followers import follow
 from .sums import cut, mean_in_order, whole_bytes
+
+
+class RowGather:
+    """A gather of one tensor of each rank, all of one length, for exchanges.
+
+    Args:
+        rows: of shape (ranks, length); this rank's row is left to the caller.
+        mine: this rank's tensor.
+    """
+
+    def __init__(self, rows: torch.Tensor, mine: torch.Tensor) -> None:
+        self.inputs, self.outputs = [mine], [rows.view(-1)]
+        self.rows = [[len(mine)] * len(rows)]
+        self.messages: tuple[Listed, Listed] | None = None
 
 
 class Messages:

@@ -13,9 +13,10 @@ import torch
 from torch.profiler import record_function
 
 from ...comm.streams import Finish
-from ...sharding.plans import GatherPlan, RowGather
+from ...sharding.gathered import GatherPlan
 from .cross_memory import Ranges
 from .links import USES_OF_TAG, HostLinks, PendingExchange, Posts
+from .messages import RowGather
 from .sums import BLOCK_NUMEL, cut, mean_in_order
 
 GATHER, SCATTER, SUM, SPREAD = range(4)  # what a tag is used for, by each of these once

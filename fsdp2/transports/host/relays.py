@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from ...comm.streams import Finish, wait_for
-from ...sharding.plans import GatherPlan, RowGather
-from ...sharding.plans import Messages as Listed
+from ...sharding.gathered import GatherPlan
+from ...sharding.gathered import Messages as Listed
 from .cross_memory import Ranges
 from .followers import Step, follow
 from .links import HostLinks, Posts
-from .messages import Messages, buffers
+from .messages import Messages, RowGather, buffers
 from .reads import GATHER, SCATTER, SPREAD, SUM, add_up, key, ranges_of
 from .sums import WHOLE_BYTES, cut, mean_in_order
 
