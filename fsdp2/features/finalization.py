@@ -188,7 +188,7 @@ def _change_mode(runtime: Runtime, *, manual: bool) -> None:
         return
     if autograd_is_running():
         raise RuntimeError("set_manual_backward_finalization cannot change mode during backward")
-    if runtime.in_iteration:
+    if runtime.backward.in_iteration:
         raise RuntimeError(
             "set_manual_backward_finalization cannot change mode after backward starts: call "
             "finalize_backward() first, or reset_iter_state() to drop its gradients"

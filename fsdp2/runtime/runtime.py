@@ -50,7 +50,6 @@ class Runtime(Followed):
         is_last_backward: whether the end of the next backward waits for the reductions.
         held_open: whether an iteration goes on after its backwards: gradients that no hook has
             reduced stay where they are.
-        in_iteration: whether a backward has begun whose iteration has not ended.
         schedule: what ran, what is expected, and where backward may still come to.
         lookahead: what is gathered before it is needed.
         residency: what stays gathered after forward and backward.
@@ -70,7 +69,6 @@ class Runtime(Followed):
         self._offloads = any(unit.config.offload for unit in units)
         self.is_last_backward = True
         self.held_open = False
-        self.in_iteration = False
         self.optimizer_event: Event = None
         self.schedule = Schedule()
         self.in_backward = False
@@ -308,7 +306,7 @@ class Runtime(Followed):
             self._notice_failed_forward()
         for ask in self.on.backward_begins:
             ask()
-        self.in_backward = self.in_iteration = True
+        self.in_backward = True
         for unit in self.units:  # what users have frozen since the forward
             # (Compared here, as `Freezing.adopt` does: a call per unit would cost more than that.)
             freezing = unit.param_group.freezing
@@ -320,6 +318,7 @@ class Runtime(Followed):
         self.backward = Backward(
             self.streams.compute,
             number=self.backward.number + 1,
+            in_iteration=True,
             creates_graph=torch.is_grad_enabled(),  # autograd sets it so for hooks
             adds_to_reductions=bool(self.reductions),
             end=weakref.ref(end),
@@ -464,7 +463,7 @@ class Runtime(Followed):
         self.reductions.complete(self.streams)
         self.reductions.attached.clear()
         self.reductions.added.clear()
-        self.in_iteration = False
+        self.backward.in_iteration = False
         for tell in self.on.iteration_ends:
             tell()
         if self.backward.creates_graph:
@@ -569,7 +568,7 @@ class Runtime(Followed):
         self.schedule.end_iteration()
         self.schedule.end_pass()
         self.schedule.repeats = self.schedule.begins_backward = None
-        self.in_backward = self.in_iteration = False
+        self.in_backward = self.backward.in_iteration = False
         self.schedule.root = None
         for tell in self.on.tree_reset:
             tell()
