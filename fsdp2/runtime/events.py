@@ -24,7 +24,7 @@ from torch import nn
 from ..comm.mesh_transports import wrappers
 from ..sharding.param import ShardedParam
 from .reduction import Reduction
-from .unit import Forward, Unit
+from .unit import Forward, GatherEvents, Unit
 from .unit_grads import Taken
 
 Runtime = Any  # of `runtime`, which imports this file: parts name the class
@@ -268,27 +268,16 @@ class UnitEvents(_Hearers):
     setting_changed: tuple[Callable[[Sequence[Unit], str, object], None], ...]
 
 
-class TreeEvents(_Hearers):
+class TreeEvents(_Hearers, GatherEvents):
     """Who hears what of one tree: see `TreePart`."""
 
     before_root_forward: _OfTree
     root_forward_begins: _OfTree
     before_reuse: _OfUnit
     forward_begins: _OfUnit
-    before_compute: _OfUnit
     forward_computed: _OfUnit
     forward_ends: tuple[Callable[[Unit, Forward | None], None], ...]
     unit_kept: tuple[Callable[[Unit, Forward | None], None], ...]
-    gather_requested: _OfUnit
-    before_planning: _OfUnit
-    planned: _OfUnit
-    before_gather: _OfUnit
-    gather_started: _OfUnit
-    before_wait: _OfUnit
-    gathered: _OfUnit
-    before_reshard: tuple[Callable[[Unit, bool], None], ...]
-    resharded: _OfUnit
-    first_gathered: _OfUnit
     backward_begins: _OfTree
     backward_enters: tuple[Callable[[Unit, Forward | None, bool | None], None], ...]
     gradients_apart: tuple[Callable[[Unit, bool | None], None], ...]

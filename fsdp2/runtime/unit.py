@@ -40,8 +40,8 @@ _KEY = "_fsdp2_unit"  # of a module's `__dict__`
 ORIGINS: MutableMapping[torch.Tensor, tuple[Unit, ShardedParam]] = WeakTensorKeyDictionary()
 
 
-class GatherEvents(Protocol):
-    """What a unit tells of its gathers: of `events.TreeEvents`, which imports this file."""
+class GatherEvents:
+    """Who hears what a unit tells of its gathers: a part of `events.TreeEvents`."""
 
     before_compute: tuple[Callable[[Unit], None], ...]
     gather_requested: tuple[Callable[[Unit], None], ...]
