@@ -33,7 +33,7 @@ SET_ELSEWHERE = {
     ("tracing.py", "propagator._propagate_tensor_meta_non_cached"): "within a context",
     ("deterministic.py", "torch.backends.cudnn.benchmark"): "a setting that the caller asks for",
     ("torch_patches.py", "setattr(owner)"): "the one place",
-    ("functions.py", "setattr(module)"): "a method of one module",
+    ("forward_methods.py", "setattr(module)"): "a method of one module",
     ("deepcopy.py", "setattr(memo[id(module)])"): "the same, of its copy",
     ("fill.py", "setattr(module)"): "a tensor of one module",
     ("tensor_subclass.py", "setattr(old)"): "an attribute of one tensor",
