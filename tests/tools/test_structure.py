@@ -97,6 +97,32 @@ def test_a_steady_step_enters_few_files_and_functions(measured: dict[str, Entere
     assert len(measured[STEADY].calls) <= 446 + 14 * OLDER_TORCH
 
 
+def test_a_steady_step_has_few_branch_points(measured: dict[str, Entered]) -> None:
+    # (torch's FSDP2 has 331.)
+    assert structure.branch_points(structure.PACKAGE, measured[STEADY]) <= 556 + 20 * OLDER_TORCH
+
+
+def test_the_classes_of_a_step_have_few_fields() -> None:
+    limits = {"Runtime": 15, "Unit": 22, "ParamGroup": 21, "Bucket": 22, "Reduction": 20}
+    assert limits.keys() == structure.CLASSES.keys()
+    found = {name: len(structure.fields_of(name)) for name in limits}
+    assert all(found[name] <= limit for name, limit in limits.items()), found
+
+
+def test_branch_points_are_counted_by_function(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(
+        "class A:\n    def f(self, x):\n        def g():\n            return 1 if x else 2\n"
+        "        for y in x:\n            if y and x or y:\n                return g\n"
+        "        return [y for y in x if y]\n\n"
+        "def f():\n    while True:\n        pass\n"
+    )
+    points = {
+        name: structure.branch_points(tmp_path, Entered([("a.py", name)]))
+        for name in ("A.f", "A.f.<locals>.g", "f")
+    }
+    assert points == {"A.f": 6, "A.f.<locals>.g": 1, "f": 1}
+
+
 def test_a_steady_step_stays_in_a_file_for_some_calls(measured: dict[str, Entered]) -> None:
     assert measured[STEADY].calls_per_file_change >= 1.58
 

@@ -3,7 +3,7 @@
 For optimizers that take what lies side by side for one tensor, of which they can tell
 (`dtensor.memory.ask_side_by_side`). All others would gain nothing, and the gradients in a common
 block cannot be freed one bucket at a time: they keep their memory between steps, as gradients so
-small do anyway once new memory had another address (`gradient_store.FREE_MIN_BYTES`).
+small do anyway once new memory had another address (`gradients.FREE_MIN_BYTES`).
 
 A block has up to `NEIGHBOURS_BYTES`: beyond, it would not stay in a core's cache from one operation
 of an optimizer to the next, and a loop over operations takes twice as long.
