@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2 import FSDPModule, fully_shard
-from fsdp2.sharding import gradients
+from fsdp2.sharding import gradients as gradients_of_buckets
 from fsdp2.sharding.gradients import GradientStore
 from harness import cpu_only, distributed, ours_only
 from models import BY_NAME, EVEN_MLP, MLP, RECURRENT, TRANSFORMER, Case, no_units, normal_batch
@@ -161,7 +161,7 @@ class Operators(TorchDispatchMode):
 def test_gradients_follow_their_memory_by_one_operator_each() -> None:
     """Where an allocator gives other memory in each step, and as the same tensor objects."""
     model, plain = pair(EVEN_MLP)
-    resize, follow = gradients.resize, GradientStore._follow
+    resize, follow = gradients_of_buckets.resize, GradientStore._follow
     taken: set[int] = set()
     in_the_way: list[Tensor] = []
     moves: list[tuple[int, list[str]]] = []
@@ -181,7 +181,7 @@ def test_gradients_follow_their_memory_by_one_operator_each() -> None:
         moves.append((len(store.locals), operators.called))
 
     with (
-        mock.patch.object(gradients, "resize", resize_elsewhere),
+        mock.patch.object(gradients_of_buckets, "resize", resize_elsewhere),
         mock.patch.object(GradientStore, "_follow", follow_and_count),
     ):
         for step in range(3):
