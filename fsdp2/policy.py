@@ -123,16 +123,6 @@ def compute_dtype(dtype: torch.dtype, param_dtype: torch.dtype | None) -> torch.
     return param_dtype if param_dtype is not None and dtype.is_floating_point else dtype
 
 
-def stored_dtype_of(
-    policy: MixedPrecisionPolicy, param: nn.Parameter, param_dtype: torch.dtype | None
-) -> torch.dtype:
-    """The dtype in which ``policy``, ours or torch's, stores the shards of one parameter, to which
-    it gives this ``param_dtype``."""
-    if getattr(policy, "cast_frozen_params", False) and not param.requires_grad:
-        return compute_dtype(param.dtype, param_dtype)
-    return param.dtype
-
-
 def sum_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dtype:
     """The dtype in which gradients of ``dtype`` parameters are summed given ``reduce_dtype``."""
     # A cast of complex gradients to a real dtype drops the imaginary part, with a warning at most.
@@ -147,14 +137,6 @@ def wire_dtype(compute_dtype: torch.dtype, reduce_dtype: torch.dtype) -> torch.d
     # follows from settings and never from the gradient at hand: the receiver allocates by it, and
     # autograd makes some gradients of low-precision weights in float32 (norms on the CPU).
     return compute_dtype if compute_dtype.itemsize < reduce_dtype.itemsize else reduce_dtype
-
-
-def exchanged_sum_dtype(reduce_dtype: torch.dtype, grad_dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which an exchange adds."""
-    # The addition is local: adding low precision in float32 costs no byte on the wire. And where
-    # ``.grad`` is wider than that, adding in its dtype lets the sum be written straight into it.
-    sums = reduce_dtype if reduce_dtype.itemsize >= 4 else torch.float32
-    return grad_dtype if grad_dtype.itemsize > sums.itemsize else sums
 
 
 WIRE_DTYPES = {
@@ -330,26 +312,6 @@ def adopt_offload_policy(policy: object) -> OffloadPolicy:
         f"offload_policy must be an OffloadPolicy or None, got {policy!r}: "
         "CPUOffloadPolicy() keeps shards, gradients and optimizer state in host memory"
     )
-
-
-@dataclass
-class OffloadBeyond(CPUOffloadPolicy):
-    """The policy of all units of one `shard_model`, until each has its own.
-
-    Attributes:
-        device_bytes: what the units to come may have on the device.
-    """
-
-    device_bytes: int = 0
-
-    def for_unit(self, nbytes: int) -> OffloadPolicy:
-        """The policy of the next unit, whose shards and gradients are ``nbytes``."""
-        # From the first unit on: its gradients are the last of backward, so that nothing would go
-        # on beside their way to the host. Sizes are the same on all ranks, with padding.
-        if nbytes > self.device_bytes:
-            return CPUOffloadPolicy(self.pin_memory)
-        self.device_bytes -= nbytes
-        return OffloadPolicy()
 
 
 @dataclass

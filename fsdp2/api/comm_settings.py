@@ -16,6 +16,7 @@ from ..comm.mesh_transports import CommOptions
 from ..comm.transports import backend_name
 from ..policy import CommPolicy, check_comm_policy
 from ..runtime.events import registry
+from ..runtime.param_group import ParamGroup
 from ..runtime.runtime import runtime_of
 from ..runtime.unit import Unit, unit_of, units_in
 from ..transports import custom
@@ -231,7 +232,31 @@ def _change(unit: Unit, method: str, options: CommOptions, *, one_mesh: bool = F
     # Waits for a gather in flight: it was started by transports that are about to be dropped.
     if unit.runtime is not None:
         runtime_of(unit).reshard(unit)
-    unit.param_group.change_comm_options(options)
+    group = unit.param_group
+    unit.config.comm_options = options
+    # Transports are made with these options, and the plans of reductions depend on transports: on
+    # what these must copy in, and cast.
+    group.transports.clear()
+    group.reduce_plans.clear()
+    # Now, while all ranks are in this call: making a group is collective, and in the middle of a
+    # forward it would take the buffers of its communicator at peak memory.
+    group.make_groups(bucket.mesh for bucket in group.buckets)
+    if group.materialized:
+        _follow_options(group)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _follow_options(group: ParamGroup) -> None:
+    """Communicate anew what is there: storages and parameters stay."""
+    # Graphs refer to the unsharded parameters, which hold gradients of micro-batches as well.
+    group.make_transports()
+    for bucket, transports in zip(group.buckets, group.transports, strict=True):
+        if bucket.gathered is None or bucket.gathered.plan is None:
+            continue
+        bucket.gathered.plan.forget_transports()
+        if (secondary := bucket.gathered.secondary) is not None:
+            group.resharder(secondary.layout.num_shards).follow(bucket, transports)
 
 
 def _check_one_mesh(unit: Unit, method: str) -> None:

@@ -29,7 +29,7 @@ sharding. (A node of G ranks sends G times as much: 2 M, and up to 3 M with full
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as dataclass_fields
 from typing import Any, TypeVar
@@ -47,11 +47,11 @@ from ..policy import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
-    OffloadBeyond,
     OffloadPolicy,
     adopt_offload_policy,
 )
 from ..runtime.unit import unit_of
+from ..sharding.bucket import Bucket
 from ..sharding.mesh import default_mesh, resolve_mesh
 from ..wrap import UnitDescription, units_of
 from .fully_shard import Granularity, PlacementFn, fully_shard
@@ -276,6 +276,34 @@ def shard_model(
     return model
 
 
+@dataclass
+class _OffloadBeyond(CPUOffloadPolicy):
+    """The policy of all units of one `shard_model`, until each has its own.
+
+    Attributes:
+        device_bytes: what the units to come may have on the device.
+    """
+
+    device_bytes: int = 0
+
+    def for_unit(self, buckets: Iterable[Bucket]) -> OffloadPolicy:
+        """The policy of the next unit, by the bytes of its shards and their gradients."""
+        nbytes = sum(
+            bucket.layout.shard_numel
+            * (
+                bucket.orig_dtype.itemsize
+                + bucket.grad_dtype.itemsize * bucket.params[0].sharded.requires_grad
+            )
+            for bucket in buckets
+        )
+        # From the first unit on: its gradients are the last of backward, so that nothing would go
+        # on beside their way to the host. Sizes are the same on all ranks, with padding.
+        if nbytes > self.device_bytes:
+            return CPUOffloadPolicy(self.pin_memory)
+        self.device_bytes -= nbytes
+        return OffloadPolicy()
+
+
 def offload_beyond(policy: Any, max_device_bytes: int | None) -> OffloadPolicy:
     """``policy``, which leaves so many bytes of all units together on the device.
 
@@ -292,7 +320,7 @@ def offload_beyond(policy: Any, max_device_bytes: int | None) -> OffloadPolicy:
             "max_device_bytes says what CPUOffloadPolicy leaves on the device: pass "
             "offload_policy=CPUOffloadPolicy(), or leave it out"
         )
-    return OffloadBeyond(policy.pin_memory, max_device_bytes)
+    return _OffloadBeyond(policy.pin_memory, max_device_bytes)
 
 
 def reshard_of(

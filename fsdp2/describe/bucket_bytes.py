@@ -12,12 +12,13 @@ from functools import cached_property
 from math import prod
 
 import torch
+from torch import nn
 
 from ..features.secondary_shards import secondary_layout
 from ..policy import (
     CommPolicy,
+    MixedPrecisionPolicy,
     compute_dtype,
-    exchanged_sum_dtype,
     hops_of,
     sum_dtype,
     wire_dtype,
@@ -25,7 +26,18 @@ from ..policy import (
 from ..sharding.gradients import ReducePlan
 from ..sharding.layout import BucketLayout, plan_bucket
 from ..transports.compressed.quantize import Cut, cut_reduction, gather_row
+from ..transports.host.sums import exchanged_sum_dtype
 from ..transports.host.topology import Places, Sent, Topology
+
+
+def stored_dtype_of(
+    policy: MixedPrecisionPolicy, param: nn.Parameter, param_dtype: torch.dtype | None
+) -> torch.dtype:
+    """The dtype in which ``policy``, ours or torch's, stores the shards of one parameter, to which
+    it gives this ``param_dtype``."""
+    if getattr(policy, "cast_frozen_params", False) and not param.requires_grad:
+        return compute_dtype(param.dtype, param_dtype)
+    return param.dtype
 
 
 @dataclass(frozen=True)

@@ -26,14 +26,13 @@ from ..policy import (
     adopt_offload_policy,
     check_comm_policy,
     param_dtype_of,
-    stored_dtype_of,
 )
 from ..runtime.unit import Unit, units_in
 from ..transports.host.exchange import EXCHANGE_MAX_RANKS
 from ..transports.host.links import places_of
 from ..transports.host.topology import Topology
 from ..wrap import UnitDescription, units_of
-from .bucket_bytes import BucketFacts, ParameterFacts, buckets_of
+from .bucket_bytes import BucketFacts, ParameterFacts, buckets_of, stored_dtype_of
 from .explanation import Explanation, ParameterReport, Totals, UnitReport
 
 

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..comm.mesh_transports import CommOptions, MeshTransports, make_groups, resharder
+from ..comm.mesh_transports import MeshTransports, make_groups, resharder
 from ..comm.transports import release_tags, reserve_tags
 from ..dtensor.from_local import local_of
 from ..dtensor.subclasses import inner_tensors
-from ..policy import MixedPrecisionPolicy, OffloadBeyond, param_dtype_of, sum_dtype
+from ..policy import MixedPrecisionPolicy, param_dtype_of, sum_dtype
 from ..sharding.bucket import Bucket
 from ..sharding.gathered import GatherBatch, GatherPlan
 from ..sharding.gradients import ReducePlan
@@ -161,27 +161,21 @@ class ParamGroup:
             if cast_frozen and not param.sharded.requires_grad and not param.extension:
                 param.dtype = param.compute_dtype
         self.make_buckets()
-        if isinstance(self._config.offload_policy, OffloadBeyond):
-            # Now that sizes are known, and before there is memory: a parameter whose shard moves
-            # to another device has to be another object.
-            self._config.offload_policy = self._config.offload_policy.for_unit(self._stored_bytes())
-            self.make_buckets()
+        self.choose_offload()
         for bucket in self.buckets:
             # Apart from tensor parallelism they are whole.
             whole = [local_of(param.sharded.detach()) for param in bucket.params]
             bucket.shard_from(whole, whole=True)
         self.register_sharded()
 
-    def _stored_bytes(self) -> int:
-        """Bytes of shards and their gradients on each rank."""
-        return sum(
-            bucket.layout.shard_numel
-            * (
-                bucket.orig_dtype.itemsize
-                + bucket.grad_dtype.itemsize * bucket.params[0].sharded.requires_grad
-            )
-            for bucket in self.buckets
-        )
+    def choose_offload(self) -> None:
+        """Ask an offload policy that goes by the size of the unit, if it is one (`shard_model`)."""
+        # Now that sizes are known, and before there is memory: a parameter whose shard moves to
+        # another device has to be another object.
+        choose = getattr(self._config.offload_policy, "for_unit", None)
+        if choose is not None:
+            self._config.offload_policy = choose(self.buckets)
+            self.make_buckets()
 
     def reshard_storage(self, *, renumber: bool = False) -> None:
         """Plan again from the sharded parameters as they are now.
@@ -302,32 +296,6 @@ class ParamGroup:
             if bucket.gathered is not None:
                 bucket.gathered.keeps_memory = keep
 
-    def change_comm_options(self, options: CommOptions) -> None:
-        """Communicate as ``options`` say from the next gather on."""
-        self._config.comm_options = options
-        # Transports are made with these options, and the plans of reductions depend on transports:
-        # on what these must copy in, and cast.
-        self.transports.clear()
-        self.reduce_plans.clear()
-        # Now, while all ranks are in this call: making a group is collective, and in the middle of
-        # a forward it would take the buffers of its communicator at peak memory.
-        self.make_groups(bucket.mesh for bucket in self.buckets)
-        if self.materialized:
-            self._follow_comm_options()
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _follow_comm_options(self) -> None:
-        """Communicate anew what is there: storages and parameters stay."""
-        # Graphs refer to the unsharded parameters, which hold gradients of micro-batches as well.
-        self._make_transports()
-        for bucket, transports in zip(self.buckets, self.transports, strict=True):
-            if bucket.gathered is None or bucket.gathered.plan is None:
-                continue
-            bucket.gathered.plan.forget_transports()
-            if (secondary := bucket.gathered.secondary) is not None:
-                self.resharder(secondary.layout.num_shards).follow(bucket, transports)
-
     def make_groups(self, meshes: Iterable[DataParallelMesh]) -> None:
         """Make the process groups that gathers and reductions over ``meshes`` will use.
 
@@ -397,7 +365,7 @@ class ParamGroup:
         # The first forward may be an evaluation in inference mode: parameters that are made there
         # could never be trained.
         with torch.inference_mode(False), torch.no_grad():
-            self._make_transports()
+            self.make_transports()
             for bucket, transports in zip(self.buckets, self.transports, strict=True):
                 secondary = None
                 if type(reshard_to) is int:
@@ -429,7 +397,7 @@ class ParamGroup:
                 "initialize them, or load a checkpoint with load_state_dict(..., assign=True)"
             )
 
-    def _make_transports(self) -> None:
+    def make_transports(self) -> None:
         made = {transports.mesh: transports for transports in self.transports}
         for mesh in dict.fromkeys(bucket.mesh for bucket in self.buckets):
             if mesh not in made:

@@ -328,8 +328,8 @@ FAULTS = (
     Fault(
         "hooks on reduced gradients are not called",
         REDUCTION,
-        "                    for part in self.output.ranges(self.plan):\n                        self.hook(part)",
-        "                    for part in ():\n                        self.hook(part)",
+        "in self.output.ranges(self.plan):\n                        self.hook(part)",
+        "in ():\n                        self.hook(part)",
         test="tests/core/test_methods.py::test_the_hook_sees_and_changes_reduced_gradients",
         families=("gradients",),
     ),

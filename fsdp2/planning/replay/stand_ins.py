@@ -22,7 +22,7 @@ from typing_extensions import override
 from ...comm.mesh_transports import Resharder
 from ...features.early_free.early_free import EarlyFree
 from ...features.secondary_shards import ReshardToGroups, SecondaryShards, secondary_layout
-from ...policy import CommPolicy, OffloadBeyond, compute_dtype, hops_of
+from ...policy import CommPolicy, compute_dtype, hops_of
 from ...runtime.param_group import ParamGroup
 from ...runtime.reduction import Reduction
 from ...runtime.unit import Unit
@@ -508,9 +508,7 @@ class CountedParamGroup(ParamGroup):
         self.params = made  # type: ignore[assignment]
         self.unsharded = [p.unsharded for p in made]  # type: ignore[misc]
         self.make_buckets()
-        if isinstance(self._config.offload_policy, OffloadBeyond):  # as `ParamGroup.shard`
-            self._config.offload_policy = self._config.offload_policy.for_unit(self._stored_bytes())
-            self.make_buckets()
+        self.choose_offload()
         for bucket in self.buckets:
             assert isinstance(bucket, CountedBucket)
             bucket.replay, bucket.unit_name = replay, unit_name
@@ -522,7 +520,7 @@ class CountedParamGroup(ParamGroup):
         return 1 if group is None else self.replay.topology.ring(group).num_nodes
 
     @override
-    def _make_transports(self) -> None:
+    def make_transports(self) -> None:
         policy = self._config.comm_options.policy
         made = {b.mesh: _Transports(self.replay, b.mesh, self.device, policy) for b in self.buckets}
         self.transports = [made[bucket.mesh] for bucket in self.buckets]  # type: ignore[misc]

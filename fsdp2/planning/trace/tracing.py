@@ -25,13 +25,13 @@ from typing_extensions import override
 
 from ...common.garbage import no_full_collections
 from ...common.pytree import map_tensors, tensors_in
+from ...describe.bucket_bytes import stored_dtype_of
 from ...dtensor.from_local import dtensor_over, local_of
 from ...experts import PlannedRouting, planned_routing
 from ...policy import (
     MixedPrecisionPolicy,
     compute_dtype,
     param_dtype_of,
-    stored_dtype_of,
     sum_dtype,
 )
 from ...runtime.events import TreeEvents, TreePart

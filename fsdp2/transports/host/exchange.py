@@ -14,7 +14,6 @@ from torch.profiler import record_function
 
 from ...comm.streams import Finish
 from ...comm.transports import register_backend
-from ...policy import exchanged_sum_dtype
 from ...sharding.bucket import Bucket
 from ...sharding.gathered import GatherBatch, GatherPlan
 from ...sharding.gradients import ReducePlan, copy_in
@@ -22,6 +21,7 @@ from .links import forget_tags, host_links, places_of
 from .messages import Messages, RowGather
 from .reads import HostReads
 from .relays import HostRelays
+from .sums import exchanged_sum_dtype
 
 # Most ranks that exchange data in pairs: a number that all ranks know, for all sizes. It follows
 # from what `python -m benchmarks.exchange` has measured and keeps (`limit_of` there; a test

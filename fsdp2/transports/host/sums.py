@@ -27,6 +27,14 @@ def whole_bytes(num_ranks: int, *, one_host: bool) -> int:
     return measured[min(n for n in measured if n >= num_ranks)]
 
 
+def exchanged_sum_dtype(reduce_dtype: torch.dtype, grad_dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which an exchange adds."""
+    # The addition is local: adding low precision in float32 costs no byte on the wire. And where
+    # ``.grad`` is wider than that, adding in its dtype lets the sum be written straight into it.
+    sums = reduce_dtype if reduce_dtype.itemsize >= 4 else torch.float32
+    return grad_dtype if grad_dtype.itemsize > sums.itemsize else sums
+
+
 # Elements added up at a time: few enough to stay in a core's cache until they are divided.
 BLOCK_NUMEL = 64 * 1024
 
