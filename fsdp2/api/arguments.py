@@ -151,7 +151,7 @@ def checked_granularity(value: Any) -> Callable[[nn.Parameter, str], int]:
 def warn_of_padding(params: Iterable[ShardedParam]) -> None:
     """Warn if a unit's granularities leave more padding than parameters."""
     wanted = [param for param in params if param.granularity > 1]
-    padded = {param: param.padded_numel for param in wanted}
+    padded = {param: _padded_numel(param) for param in wanted}
     if not wanted or sum(padded.values()) < 2 * sum(prod(param.full_shape) for param in wanted):
         return
     worst = max(wanted, key=lambda param: padded[param] - prod(param.full_shape))
@@ -162,6 +162,15 @@ def warn_of_padding(params: Iterable[ShardedParam]) -> None:
         "are twice as large or more than without: use fewer rows, or replicate the parameter",
         stacklevel=5,
     )
+
+
+def _padded_numel(param: ShardedParam) -> int:
+    """Elements of the shards of all ranks, with their padding."""
+    numel = prod(param.full_shape)
+    if param.dim is None or not numel:
+        return numel
+    size, num = param.full_shape[param.dim], param.mesh.num_shards
+    return numel // size * num * entries_per_part(size, num, param.granularity)
 
 
 def _checked_rows(value: Any, wants: str) -> int:

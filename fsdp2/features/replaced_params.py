@@ -9,7 +9,7 @@ that is gathered wherever its modules run.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -18,7 +18,7 @@ from typing_extensions import override
 from ..policy import param_dtype_of
 from ..runtime.events import UnitPart, registry
 from ..runtime.registration import put
-from ..runtime.unit import ORIGINS, Unit, modules_outside, unit_holding
+from ..runtime.unit import ORIGINS, Unit, unit_holding
 from ..sharding.layout import Slot
 from ..sharding.param import ShardedParam, carriers, managed_as, own_rows
 
@@ -239,7 +239,7 @@ def _unit_around(
 ) -> Unit:
     """The unit that is gathered wherever ``uses`` run: ``unit``, or the innermost such one."""
     for each in (unit, *reversed(units)):  # outer ones come first in the order of the tree
-        if uses.isdisjoint(modules_outside([root_module], each)):
+        if uses.isdisjoint(_modules_outside([root_module], each)):
             return each
     raise AssertionError("the root encloses everything")
 
@@ -258,6 +258,18 @@ def _move(param: ShardedParam, unit: Unit, around: Unit) -> None:
     for original, (_, managed) in list(ORIGINS.items()):
         if managed is param:
             ORIGINS[original] = around, param
+
+
+def _modules_outside(tops: Iterable[nn.Module], unit: Unit) -> set[nn.Module]:
+    """The modules that are reached from ``tops`` on a way past those of ``unit``."""
+    outside: set[nn.Module] = set()
+    waiting = [*tops]
+    while waiting:
+        module = waiting.pop()
+        if module not in outside and module not in unit.modules:
+            outside.add(module)
+            waiting.extend(module.children())
+    return outside
 
 
 registry.add(_Replaced())

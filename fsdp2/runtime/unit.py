@@ -561,18 +561,6 @@ def unit_holding(module: nn.Module, param: nn.Parameter) -> Unit | None:
     return next((unit for unit in holding if managed_as(param) in unit.params), None)
 
 
-def modules_outside(tops: Iterable[nn.Module], unit: Unit) -> set[nn.Module]:
-    """The modules that are reached from ``tops`` on a way past those of ``unit``."""
-    outside: set[nn.Module] = set()
-    waiting = [*tops]
-    while waiting:
-        module = waiting.pop()
-        if module not in outside and module not in unit.modules:
-            outside.add(module)
-            waiting.extend(module.children())
-    return outside
-
-
 def own_modules(module: nn.Module, recurse: bool = True) -> Iterator[nn.Module]:
     """``module`` and the modules under it, except sharded ones and what is under those."""
     yield module

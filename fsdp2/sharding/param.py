@@ -16,7 +16,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
@@ -221,15 +220,6 @@ class ShardedParam:
         size, num = self.full_shape[self.dim], self.mesh.num_shards
         same = entries_per_part(size, num, granularity) == entries_per_part(size, num)
         return 1 if same else granularity
-
-    @property
-    def padded_numel(self) -> int:
-        """Elements of the shards of all ranks, with their padding."""
-        numel = prod(self.full_shape)
-        if self.dim is None or not numel:
-            return numel
-        size, num = self.full_shape[self.dim], self.mesh.num_shards
-        return numel // size * num * entries_per_part(size, num, self.granularity)
 
     @property
     def compute_dtype(self) -> torch.dtype:

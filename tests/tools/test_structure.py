@@ -40,7 +40,7 @@ PLANNING = ("planning",)
 # Files, code lines, functions. They may only shrink: a change is paid for in the room that it
 # is made in. (The design of the kernel aims at 25, 4,500 and 480.)
 LIMITS = {
-    structure.KERNEL: (29, 5212, 511),
+    structure.KERNEL: (27, 5130, 502),
     ("transports",): (14, 2018, 224),
     ("features",): (23, 2433, 273),
     ("guards",): (10, 969, 103),
