@@ -144,22 +144,11 @@ class _Lending(TreePart):
         if self.runtime.schedule.root is unit and not unit.step.running:
             self.end()
 
-    # A unit may be registered anew before its own forward: when it is planned again after a move,
-    # when what was kept gathered is out of date, or when it is freed to make room.
-
     @override
     def planned(self, unit: Unit) -> None:
-        self._lend_again(unit)
-
-    @override
-    def resharded(self, unit: Unit) -> None:
-        self._lend_again(unit)
-
-    def _lend_again(self, unit: Unit) -> None:
-        if unit in self.lent and not self._is_out:
-            if not _is_lending():  # a forward that raised has left this
-                self.lent.clear()
-            put(self.lent.get(unit, ()))
+        # Its own parameters are registered when it is planned before its own forward, after a move.
+        if unit in self.lent and not self._is_out and _is_lending():
+            put(self.lent[unit])
 
 
 class _AsFound(Residency):

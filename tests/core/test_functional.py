@@ -370,6 +370,19 @@ def test_a_forward_fails_before_the_backward_of_an_earlier_one() -> None:
 
 
 @distributed(2)
+def test_evaluation_with_other_weights_right_after_a_move() -> None:
+    """Units are planned anew inside of the call, which registers parameters of theirs."""
+    model, plain = pair(MLP)
+    run_both(MLP, model, plain, 0)
+    model._apply(torch.clone)
+    given = given_as("whole", model, other := other_weights(plain))
+    (x,) = MLP.batch(3, dist.get_rank(), torch.float64)
+    with torch.no_grad():
+        assert_same(functional_call(model, given, (x,)), other(x), "output")
+        assert_same(model(x), plain(x), "output")
+
+
+@distributed(2)
 def test_units_that_stay_gathered_go_on_as_before() -> None:
     """They hold what they held, so that the next forward does not build their tree anew."""
     from fsdp2.runtime.unit import units_in  # torch's shim has none

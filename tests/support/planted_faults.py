@@ -444,13 +444,12 @@ FAULTS = (
         families=("weights", "memory"),
     ),
     Fault(
-        "what functional_call lent is put back after it has returned",
+        "what functional_call lends is lost where a unit is planned before its own forward",
         "features/functional_call.py",
-        "                self.lent.clear()",
-        "                pass",
-        test="tests/core/test_functional.py"
-        "::test_a_forward_fails_before_the_backward_of_an_earlier_one",
-        families=("weights", "failures"),
+        "            put(self.lent[unit])",
+        "            pass",
+        test="tests/core/test_functional.py::test_evaluation_with_other_weights_right_after_a_move",
+        families=("weights", "memory"),
     ),
     Fault(
         "parameters that users replaced are taken away without a word",
