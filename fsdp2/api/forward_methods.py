@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import CodeType, MethodType
+from types import MethodType
 from typing import Any
 
 from torch import nn
 
 from ..runtime.hooks import UnitHooks, hooks_of
-from ..runtime.torch_modes import method_codes
+from ..runtime.torch_modes import method_calls
 from ..runtime.unit import unit_of
 from .module import FSDPModule
 
@@ -75,7 +75,7 @@ def _is_wrapped(method: object, owner: nn.Module) -> bool:
     if not isinstance(method, MethodType) or method.__self__ is not owner:
         return False
     # By its code, not by a mark on it: what `functools.wraps` puts around it would copy the mark.
-    return getattr(method.__func__, "__code__", None) in method_codes
+    return getattr(method.__func__, "__code__", None) in _wrap.__code__.co_consts
 
 
-method_codes += [code for code in _wrap.__code__.co_consts if isinstance(code, CodeType)]
+method_calls.append((__file__, "_wrap.<locals>.call"))

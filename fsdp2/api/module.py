@@ -50,7 +50,8 @@ class FSDPModule(_Base):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's parameters, but not those of sharded submodules.
 
-        The gather follows the mixed-precision policy.
+        The gather follows the mixed-precision policy. After a backward that raised, it first
+        resets the model, as the next forward would.
 
         Args:
             async_op: return a handle at once instead of waiting; forward waits on its own.
@@ -59,7 +60,8 @@ class FSDPModule(_Base):
             A handle if ``async_op``, else None.
 
         Raises:
-            RuntimeError: if parameters are on the meta device.
+            RuntimeError: if parameters are on the meta device; or after a backward that raised, if
+                gradients of earlier micro-batches are lost.
 
         Example:
             >>> handle = model.layers[0].unshard(async_op=True)
@@ -258,7 +260,7 @@ class FSDPModule(_Base):
     def reset_iter_state(self) -> None:
         """Discard an iteration that raised.
 
-        Not needed to continue: the next forward of the root recovers on its own, and keeps earlier
+        Not needed to continue: the next forward or `unshard` recovers on its own, and keeps earlier
         gradients in ``.grad``, so that a failed micro-batch can be retried. This method frees
         all gathered parameters and drops all gradients, including those of earlier micro-batches,
         reduced or not. A `GradientReductionHandle` that was not waited for becomes invalid.

@@ -135,9 +135,9 @@ def accumulation_lost(names: Sequence[str]) -> RuntimeError:
 def backward_not_over() -> RuntimeError:
     """What to raise where a gradient arrives after a backward that raised, and before a reset."""
     return RuntimeError(
-        "A gradient arrived through parameters that were gathered by unshard() before another "
-        "backward of this model raised, so nothing would reduce it. Where you catch an exception "
-        "of backward, call unshard() again (or reset_iter_state(), which also drops all "
+        "A gradient arrived through parameters that were gathered, by unshard() or in a forward, "
+        "before another backward of this model raised: nothing would reduce it. Where you catch an "
+        "exception of backward, call unshard() again (or reset_iter_state(), which also drops all "
         "gradients), and compute anew with what is gathered then"
     )
 

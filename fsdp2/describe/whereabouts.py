@@ -142,8 +142,8 @@ def _what_is_waited_for(stack: Sequence[FrameType], names: Mapping[Unit, str]) -
     for frame in stack:
         function = frame.f_code.co_qualname
         if _file(frame).startswith(_OURS):
-            if function in ("Unit.wait_unshard", "Unit.start_unshard"):
-                unit = _local(frame, "self")
+            if function in ("Gather.wait", "Gather.launch") and frame.f_back is not None:
+                unit = _local(frame.f_back, "self")  # which calls it
                 return f"the all-gather of unit '{names.get(unit) or unit.name}'"
             if function == "ReductionsInFlight._complete_oldest":
                 launched = _local(frame, "launched")

@@ -1,12 +1,13 @@
 """The hooks of a unit: on its modules' forward, and on the borders of its part of the graph.
 
 Forward hooks call the runtime before and after forward. For backward, a hook on each output
-tensor says that backward is about to enter the unit, and a node inserted at the input says that it
-has left it: a view. The engine reaches the node of a view when the gradient of the input is
-complete, after every operator of the unit that uses it, and unlike the result of an autograd
-function a view may be changed in place. If no input needs a gradient (integer ids), there is no
-such node. Then hooks on the accumulation of the parameters' gradients start the reduction after the
-last one. They free nothing, since a frozen weight may still be needed for an input gradient.
+tensor says that backward is about to enter the unit. At the input a view takes the tensor's place,
+and the node of the view says that backward has left the unit: the engine reaches it when the
+gradient of the input is complete, after every operator of the unit that uses it. Unlike the result
+of an autograd function, a view may be changed in place. If no input needs a gradient (integer ids),
+there is no such node. Then hooks on the accumulation of the parameters' gradients start the
+reduction after the last one. They free nothing, since a frozen weight may still be needed for an
+input gradient.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ class Freezing:
 
 def _shown_instead(param: ShardedParam) -> list[nn.Parameter]:
     """What modules may show instead of a sharded parameter, and can be trained."""
-    shown = (param.unsharded, param.secondary)
-    return [other for other in shown if other is not None and other.is_floating_point()]
+    others = [other for other in (param.unsharded, param.secondary) if other is not None]
+    return [other for other in others if other.is_floating_point() or other.is_complex()]
 
 
 class ParamGroup:
@@ -447,7 +447,7 @@ class ParamGroup:
         self._registration.register("sharded")
 
     def show_freezing(self, *, midway: bool = False) -> None:
-        """Freeze and thaw what modules show instead of sharded parameters like these.
+        """Freeze and thaw the other forms of parameters as the sharded ones are.
 
         Args:
             midway: between a forward and its backward: autograd gives no gradients to what is

@@ -563,7 +563,7 @@ class Runtime(Followed):
                 unit.param_group.freezing.adopt()  # done since, to what is gathered
             unit.reshard(self.streams)
             unit.drop_cache(self.streams)
-            unit.step = StepState()
+            unit.step = StepState(is_read_outside=unit.step.is_read_outside)
         self.synchronize()
         self.schedule.end_iteration()
         self.schedule.end_pass()

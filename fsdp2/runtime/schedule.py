@@ -184,7 +184,7 @@ class Backward:
     Attributes:
         stream: what it runs and ends on; of devices that have streams.
         number: how many runs there have been with it.
-        in_iteration: whether its iteration has not ended.
+        in_iteration: whether its iteration goes on.
         creates_graph: whether it was called with ``create_graph=True``: a second one may go through
             it, and reads the weights again.
         adds_to_reductions: whether it began with reductions of others in flight, whose gradients

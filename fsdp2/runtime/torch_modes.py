@@ -35,8 +35,9 @@ _SELECTIVE = tuple(
 )
 
 
-# Of functions that call a method of a module like a forward; their first argument is ``module``.
-method_codes: list[CodeType] = []
+# Of functions that call a method of a module like a forward, with ``module`` as first argument: the
+# file and the qualified name, which torch.compile keeps where it makes other code of them.
+method_calls: list[tuple[str, str]] = []
 
 NOT_TRACED = (
     "{} of a sharded model: its parameters are gathered and freed while it runs, which a traced "
@@ -144,7 +145,7 @@ def modules_being_called() -> Counter[nn.Module]:
             module = None
             if frame.f_code is nn.Module._call_impl.__code__:
                 module = frame.f_locals.get("self")
-            elif frame.f_code in method_codes:
+            elif (frame.f_code.co_filename, frame.f_code.co_qualname) in method_calls:
                 module = frame.f_locals.get("module")
             if isinstance(module, nn.Module):
                 found[module] += 1

@@ -131,7 +131,7 @@ def is_awaited(ref: weakref.ref[Forward]) -> Forward | None:
 
 
 class Gather:
-    """The last gather of a unit, which may be in flight.
+    """The gathers of a unit: what this holds is of the last one, which may be in flight.
 
     Attributes:
         num_plans: as of `ParamGroup`, of the storages that it filled.
@@ -253,6 +253,7 @@ class Gather:
         if launched:
             for gathered in self._packed:
                 gathered.free_pack()
+        self._packed.clear()  # a later plan has other storages
         # If all was cached, nothing was launched, and the event is that of an earlier gather.
         if self._is_needed and streams.stream_ordered:
             streams.use_gathered(self._event)
@@ -266,18 +267,21 @@ class Gather:
 
 @dataclass(slots=True, eq=False)
 class StepState:
-    """What a step knows of one unit. `Runtime.reset` replaces it.
+    """What forwards and backwards leave in a unit for those after them.
+
+    A reset makes a new one.
 
     Attributes:
         forwards: those that backward may still come to.
         running: how many forwards have begun and not ended.
-        input_nodes: of these: see `UnitHooks.input_followers`.
+        input_nodes: of the running forwards: see `UnitHooks.input_followers`.
         next_in_backward: the unit that backward is expected to reach after this one.
         backward_began: it has reached this one, and not left it.
         entered_in: the backward that reached it last.
         recomputed: it was gathered in backward, to recompute activations.
         is_read_outside: what is gathered is read where no hook is called.
-        reduced: whether this iteration has reduced anything of this unit.
+        reduced: whether gradients of the unit were reduced in this backward, or since the iteration
+            is held open.
     """
 
     forwards: list[weakref.ref[Forward]] = field(default_factory=list)

@@ -73,9 +73,8 @@ class UnitGrads:
         # Usually the first answer ends it.
         answer = None
         with torch.enable_grad():
-            for param in filter(
-                requires_grad_of, self._param_group.freezing.in_graph
-            ):  # not frozen since
+            in_graph = self._param_group.freezing.in_graph
+            for param in filter(requires_grad_of, in_graph):  # not frozen since
                 try:
                     view: Any = param.view_as(param).grad_fn
                 except NotImplementedError:  # not every tensor subclass has views

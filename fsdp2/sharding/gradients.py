@@ -153,7 +153,7 @@ class GradientStore(Pack):
 
 
 class ReductionOutput:
-    """Where one reduction over shards writes its sums.
+    """Where one reduction writes its sums.
 
     Attributes:
         store: the gradients that the sums become, or are added to.
@@ -207,7 +207,7 @@ class PartialSums:
     """Sums over shards that wait for a later all-reduce over replicas (HSDP).
 
     Attributes:
-        present: the slots that they are of.
+        present: the slots that have some.
         flat: laid out like the sharded storage; None where there are none.
     """
 
@@ -255,7 +255,7 @@ class PartialSums:
         return flat
 
     def rows(self) -> Iterator[tuple[ShardedParam, torch.Tensor]]:
-        """The parameters that they are of, and of each the rows of this rank, 1-D."""
+        """Each parameter that has some, with this rank's rows of them, 1-D."""
         if self.flat is not None:
             for i in self.present:
                 yield (
@@ -264,7 +264,7 @@ class PartialSums:
                 )
 
     def adopt(self, rows: Mapping[ShardedParam, torch.Tensor]) -> None:
-        """Wait on with such rows of buckets in whose place this one is."""
+        """Take over such rows from the buckets that this one replaces."""
         for i, (param, slot) in enumerate(zip(self._params, self._layout.slots, strict=True)):
             if (part := rows.get(param)) is not None:
                 self.allocate(part.dtype)

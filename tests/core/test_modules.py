@@ -176,6 +176,10 @@ def test_complex_parameters() -> None:
     assert grad is not None
     assert expected is not None
     torch.testing.assert_close(whole(grad), expected, rtol=1e-12, atol=1e-12)
+    model.zero_grad()
+    model.weight.requires_grad_(False)  # after the first gather
+    model(x.requires_grad_()).sum().backward()
+    assert model.weight.grad is None
 
 
 # ------------------------------------------------------------------- inputs of many kinds

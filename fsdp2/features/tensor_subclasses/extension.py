@@ -69,7 +69,7 @@ class ExtensionPlan(GatherPlan):
 
     @override
     def forget_transports(self) -> None:
-        pass  # they keep nothing: what is sent are bytes
+        pass  # they keep no narrower numbers: what is sent are bytes
 
 
 class ExtensionStorage(GatheredStorage):

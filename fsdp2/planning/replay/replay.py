@@ -23,6 +23,7 @@ from ...features.gather_budget import GatherBudget
 from ...policy import CPUOffloadPolicy
 from ...runtime.events import Registry
 from ...runtime.runtime import Runtime
+from ...runtime.schedule import Backward
 from ...runtime.unit import Forward
 from ...runtime.unit_config import UnitConfig
 from ...sharding.mesh import DataParallelMesh
@@ -317,6 +318,8 @@ class _ReplayRuntime(Runtime):
 
     @override
     def begin_backward(self) -> None:
+        if not self.in_backward:
+            self.backward = Backward(self.streams.compute, number=self.backward.number + 1)
         self.in_backward = True
         self.schedule.root = None
 

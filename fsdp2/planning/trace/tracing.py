@@ -251,7 +251,7 @@ def _describe_params(options: TraceOptions) -> list[events.ParamInfo]:
 
 
 def _keeps_grad_dtype(param: events.ParamInfo, mp_policy: MixedPrecisionPolicy) -> bool:
-    """Whether runs reduce the gradient in the dtype autograd makes (`Bucket.keep_dtypes`)."""
+    """Whether runs reduce the gradient in the dtype autograd makes (`Bucket.keeps_dtypes`)."""
     computes = compute_dtype(param.dtype, param.param_dtype)
     sums = sum_dtype(param.dtype, mp_policy.reduce_dtype)
     return KEEPS_DTYPES and computes.itemsize < sums.itemsize
