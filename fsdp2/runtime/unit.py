@@ -155,10 +155,13 @@ class Gather:
 
     def launch(self, streams: Streams) -> None:
         """Allocate, and start the all-gathers of all buckets that are not cached."""
-        buckets = self._param_group.buckets
-        indices = [index for index, bucket in enumerate(buckets) if not bucket.cache_valid]
+        indices, self._packed = [], []
+        for index, bucket in enumerate(self._param_group.buckets):
+            if not bucket.cache_valid:
+                indices.append(index)
+                if bucket.gathered is not None and bucket.gathered.has_own_pack:
+                    self._packed.append(bucket.gathered)
         self._is_needed = bool(indices)
-        self._packed = [g for b in buckets if (g := b.gathered) is not None and g.has_own_pack]
         if indices:
             if streams.stream_ordered:
                 with streams.gathering():
@@ -253,7 +256,7 @@ class Gather:
         if launched:
             for gathered in self._packed:
                 gathered.free_pack()
-        self._packed.clear()  # a later plan has other storages
+        self._packed = []  # a later plan has other storages
         # If all was cached, nothing was launched, and the event is that of an earlier gather.
         if self._is_needed and streams.stream_ordered:
             streams.use_gathered(self._event)
