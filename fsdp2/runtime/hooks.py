@@ -30,19 +30,12 @@ from ..dtensor.placement import own_part
 from .building import build_runtime
 from .events import registry
 from .registration import ModulesChanged
-from .runtime import runtime_of
+from .runtime import Runtime, runtime_of
 from .torch_modes import is_transformed, outside_torch_modes, skip_compile, type_checker
 from .unit import Forward, Unit, units_holding
 
 Grads = Sequence[torch.Tensor | None]
 Leave = Callable[[Grads], None]
-
-
-class Backwards(Protocol):
-    """What tells one backward from another: of `runtime.Runtime`."""
-
-    @property
-    def backward(self) -> object: ...
 
 
 class Crossing:
@@ -55,7 +48,7 @@ class Crossing:
 
     __slots__ = ("_awaited", "_backward", "_handles", "_leave", "_pass_on", "_runtime")
 
-    def __init__(self, runtime: Backwards, leave: Leave, pass_on: Leave) -> None:
+    def __init__(self, runtime: Runtime, leave: Leave, pass_on: Leave) -> None:
         """
         Args:
             leave: called with the gradients at the last node.

@@ -40,7 +40,7 @@ PLANNING = ("planning",)
 # Files, code lines, functions. They may only shrink: a change is paid for in the room that it
 # is made in. (The design of the kernel aims at 25, 4,500 and 480.)
 LIMITS = {
-    structure.KERNEL: (27, 5131, 502),
+    structure.KERNEL: (27, 5128, 502),
     ("transports",): (14, 2031, 226),
     ("features",): (23, 2431, 271),
     ("guards",): (10, 969, 103),
