@@ -57,7 +57,6 @@ if TYPE_CHECKING:
         training_cost,
     )
     from .policy import (
-        CommPolicy,
         CPUOffloadPolicy,
         DataParallelMeshDims,
         MixedPrecisionPolicy,
@@ -65,6 +64,7 @@ if TYPE_CHECKING:
         ShardPlacementResult,
     )
     from .profiling import Profile, profile
+    from .transports.compressed.policy import CommPolicy
     from .wrap import UnitDescription, units_of
 
 __all__ = [
@@ -134,7 +134,7 @@ _HOME = {
     "ActivationBytes": "offload.activations",
     "CPUOffloadPolicy": "policy",
     "Cluster": "planning",
-    "CommPolicy": "policy",
+    "CommPolicy": "transports.compressed.policy",
     "DataParallelMeshDims": "policy",
     "Estimate": "planning",
     "Explanation": "describe.explanation",

@@ -59,6 +59,8 @@ class PartMethods(nn.Module):
     set_custom_reduce_scatter = comm_settings.set_custom_reduce_scatter
     set_comm_policy = comm_settings.set_comm_policy
     set_all_reduce_hook = comm_settings.set_all_reduce_hook
+    set_gradient_divide_factor = comm_settings.set_gradient_divide_factor
+    set_reduce_scatter_divide_factor = comm_settings.set_reduce_scatter_divide_factor
     set_force_sum_reduction_for_comms = comm_settings.set_force_sum_reduction_for_comms
     set_separate_reduce_scatter_group = comm_settings.set_separate_reduce_scatter_group
     set_reduce_scatter_max_input_buffers = comm_settings.set_reduce_scatter_max_input_buffers

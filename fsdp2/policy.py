@@ -1,4 +1,4 @@
-"""Arguments of `fully_shard` as dataclasses: precision, communication, offload, mesh, placement."""
+"""Arguments of `fully_shard` as dataclasses: precision, offload, mesh, placement."""
 
 from __future__ import annotations
 
@@ -139,134 +139,14 @@ def wire_dtype(compute_dtype: torch.dtype, reduce_dtype: torch.dtype) -> torch.d
     return compute_dtype if compute_dtype.itemsize < reduce_dtype.itemsize else reduce_dtype
 
 
-WIRE_DTYPES = {
-    "gather": (torch.bfloat16, torch.int8, torch.float8_e4m3fn),
-    "reduce": (torch.bfloat16, torch.int8),
-    "secondary": (torch.bfloat16, torch.int8, torch.float8_e4m3fn),
-}
-
-
-@dataclass(frozen=True)
-class CommPolicy:
-    """Fewer bytes on the wire, at the price of precision. Off by default; a setting of each unit.
-
-    What is stored and what is computed keep their dtypes; only messages are narrower. int8 and
-    float8 travel in blocks with a scale each (``fsdp2.transports.compressed.quantize`` has the
-    arithmetic and its bounds). Parameters that are packed (their slice is below
-    ``direct_min_bytes``), or have fewer elements per rank than a block, travel in bfloat16. What is
-    not floating-point, or not wider than the dtype chosen here, travels as without a policy.
-
-    - *Weights* are quantized from the sharded values at each gather, and restored into the dtype of
-      computation. All ranks compute with the same bits, the rank that owns them too. Gathers of
-      the same shards bring the same bits, so recomputation in backward sees what forward saw.
-      Optimizers, ``state_dict`` and checkpoints see the sharded values, which stay exact.
-    - *Gradients* are sent to their owners in an all-to-all and added there, in float32 or wider, in
-      rank order: nothing is rounded between additions. What a rank contributes to its own shard
-      is exact (not to a 0-dim parameter, of which all ranks get the same bits). An all-reduce over
-      replicas (HSDP, `replicate`) is done in two such phases: the means are sent back in the same
-      format, and all replicas get the same bits.
-
-    A gradient with a NaN or an infinity arrives as one, in a whole block, so a ``GradScaler`` skips
-    the same steps.
-
-    Args:
-        gather: dtype in which weights are gathered: ``torch.bfloat16``, ``torch.int8`` or
-            ``torch.float8_e4m3fn``. None: that of computation. (ZeRO++, arXiv 2306.10209, qwZ;
-            float8: arXiv 2209.05433.)
-        reduce: dtype in which gradients are sent: ``torch.bfloat16`` or ``torch.int8``. None: as
-            the mixed-precision policy says. (ZeRO++, qgZ.)
-        block: elements per scale, at least 16.
-        ranks_per_node: reduce in two hops: within groups of that many consecutive ranks, whose sums
-            are then sent across them. Between nodes this is 1/``ranks_per_node`` of the bytes; the
-            sums are rounded once more. It must divide the number of shards (where there are more
-            shards than that). None: one hop.
-        error_feedback: add what rounding took from the gradients of a step to those of the next one
-            (Seide et al., Interspeech 2014; Karimireddy et al. 2019, arXiv 1901.09847). Costs a
-            float32 tensor per rank as large as what it sends: the unit's whole gradient. It is no
-            part of checkpoints; it starts from zero when training is resumed, when the unit is
-            planned anew (`set_comm_policy`, ``model.to``) and in copies of the model.
-        secondary: dtype in which the larger shards of ``reshard_after_forward=int`` are kept and
-            gathered. None: that of computation, which brings back what forward used; other dtypes
-            round it once more, so backward computes with slightly different weights.
-
-    Raises:
-        ValueError: for a dtype that cannot be used there, or arguments that do not go together.
-        TypeError: for arguments of the wrong type.
-
-    Example:
-        >>> policy = CommPolicy(gather=torch.int8, reduce=torch.int8, ranks_per_node=8)
-        >>> fully_shard(block, comm_policy=policy)
-    """
-
-    gather: torch.dtype | None = None
-    reduce: torch.dtype | None = None
-    block: int = 256
-    ranks_per_node: int | None = None
-    error_feedback: bool = False
-    secondary: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        for name, known in WIRE_DTYPES.items():
-            value = getattr(self, name)
-            if value is None or value in known:
-                continue
-            if not isinstance(value, torch.dtype):
-                raise TypeError(f"{name} must be a torch.dtype or None, got {value!r}")
-            choices = ", ".join(map(str, known))
-            raise ValueError(f"{name} of CommPolicy must be None or one of {choices}, got {value}")
-        for name in ("block", "ranks_per_node"):
-            value = getattr(self, name)
-            optional = value is None and name == "ranks_per_node"
-            if not optional and (isinstance(value, bool) or not isinstance(value, int)):
-                raise TypeError(f"{name} of CommPolicy must be an int, got {value!r}")
-        if self.block < 16:
-            raise ValueError(f"block must be at least 16 elements, got {self.block}")
-        if self.ranks_per_node is not None and self.ranks_per_node < 2:
-            raise ValueError(f"ranks_per_node must be at least 2, got {self.ranks_per_node}")
-        if not isinstance(self.error_feedback, bool):
-            raise TypeError(f"error_feedback must be a bool, got {self.error_feedback!r}")
-        for name in ("ranks_per_node", "error_feedback"):
-            if getattr(self, name) and self.reduce is None:
-                raise ValueError(f"{name} is about how gradients are sent: choose reduce=..., too")
-
-    def gathers(self, dtype: torch.dtype) -> bool:
-        """Whether weights that compute in ``dtype`` are gathered in a narrower one."""
-        return _narrows(self.gather, dtype)
-
-    def reduces(self, dtype: torch.dtype) -> bool:
-        """Whether gradients that are reduced in ``dtype`` are sent in a narrower one."""
-        return _narrows(self.reduce, dtype)
-
-    def keeps(self, dtype: torch.dtype) -> bool:
-        """Whether secondary shards of weights in ``dtype`` are kept in a narrower one."""
-        return _narrows(self.secondary, dtype)
-
-
-def _narrows(wire: torch.dtype | None, dtype: torch.dtype) -> bool:
-    return wire is not None and dtype.is_floating_point and wire.itemsize < dtype.itemsize
+class WirePolicy:
+    """Another form of what is sent, for a part of the library to make: the base of `CommPolicy`."""
 
 
 def check_comm_policy(policy: object) -> None:
     """Check that it is a `CommPolicy` or None; raises TypeError."""
-    if policy is not None and not isinstance(policy, CommPolicy):
+    if policy is not None and not isinstance(policy, WirePolicy):
         raise TypeError(f"comm_policy must be a CommPolicy or None, got {policy!r}")
-
-
-def hops_of(policy: CommPolicy, num_shards: int) -> int:
-    """Ranks per node of a reduction in two hops over ``num_shards`` ranks; 1: in one hop.
-
-    Raises:
-        ValueError: if nodes of that many ranks do not divide them.
-    """
-    node = policy.ranks_per_node
-    if node is None or num_shards <= node:
-        return 1  # all within a node
-    if num_shards % node:
-        raise ValueError(
-            f"ranks_per_node={node} of CommPolicy does not divide the {num_shards} ranks that "
-            "parameters are sharded over"
-        )
-    return node
 
 
 @dataclass

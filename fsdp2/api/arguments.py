@@ -1,29 +1,55 @@
-"""Validates the arguments of `fully_shard` and `replicate` before anything is changed."""
+"""The arguments of `fully_shard` and `replicate`: types, and checks before anything changes."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable
 from math import prod
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 from torch.nn.parameter import is_lazy
 
 from ..comm.transports import check_backend
 from ..common.classes import original_class
 from ..dtensor.boxes import entries_per_part
 from ..dtensor.placement import boxes_of
+from ..policy import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardPlacementResult,
+    WirePolicy,
+)
 from ..runtime.unit import Unit, unit_holding, unit_of, units_in
-from ..sharding.mesh import DataParallelMesh, device_of
+from ..sharding.mesh import DataParallelMesh, device_of, replicated, resolve_mesh
 from ..sharding.param import ShardedParam, managed_as
 from .module import FSDPModule
 from .torch_compat import TorchFSDPModule
 
 _BOTTOM_UP = "Call it bottom-up: on the blocks of a model first, then on the model"
 _SCRIPTED = "torch.jit fixes the parameters of the module that it was made from"
+
+
+PlacementFn = Callable[[nn.Parameter], Shard | Replicate | ShardPlacementResult | None]
+Granularity = int | Callable[[nn.Parameter], int] | None
+
+
+class ShardOptions(TypedDict, total=False):
+    """The keyword arguments of `fully_shard`."""
+
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: PlacementFn | None
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy | None
+    ignored_params: set[nn.Parameter] | None
+    dp_mesh_dims: DataParallelMeshDims | None
+    direct_min_bytes: int | None
+    comm_policy: WirePolicy | None
+    shard_granularity: Granularity
 
 
 def checked_modules(module: Any, caller: str = "fully_shard") -> tuple[nn.Module, ...]:
@@ -146,6 +172,47 @@ def checked_granularity(value: Any) -> Callable[[nn.Parameter, str], int]:
     return lambda param, name: _checked_rows(
         value(param), f"shard_granularity of parameter '{name}' must return"
     )
+
+
+def checked_placement(
+    function: PlacementFn | None, param: nn.Parameter, name: str, mesh: DataParallelMesh
+) -> tuple[DataParallelMesh, int]:
+    """The mesh and the dim to shard ``param`` on."""
+    placement: Any = function(param) if function is not None else None
+    # By its fields and not its class: programs pass torch's `ShardPlacementResult` as well.
+    if hasattr(placement, "placement"):
+        own = getattr(placement, "mesh", None)
+        if own is None:
+            own = getattr(placement, "mesh_info", None)  # of torch's
+        if own is not None:
+            mesh = _checked_mesh_of(own, name, mesh)
+        placement = placement.placement
+    if placement is None:
+        return mesh, 0
+    if isinstance(placement, Replicate):
+        return replicated(mesh), 0
+    if not isinstance(placement, Shard):
+        raise ValueError(
+            f"Invalid shard_placement_fn result {placement!r} for parameter '{name}': expected "
+            "Shard(dim), Replicate(), a ShardPlacementResult or None"
+        )
+    return mesh, placement.dim
+
+
+def _checked_mesh_of(own: Any, name: str, default: DataParallelMesh) -> DataParallelMesh:
+    # torch's `mesh_info` also records the larger mesh if it was given dp_mesh_dims.
+    dims, full_mesh = getattr(own, "dp_mesh_dims", None), getattr(own, "spmd_mesh", None)
+    if dims is not None and full_mesh is not None:
+        mesh = resolve_mesh(full_mesh, dims)
+    else:
+        mesh = resolve_mesh(own if isinstance(own, DeviceMesh) else getattr(own, "mesh", own))
+    # A unit has one device, where all of its buckets are.
+    if mesh.device_type != default.device_type:
+        raise ValueError(
+            f"shard_placement_fn gave parameter '{name}' a mesh of device type "
+            f"'{mesh.device_type}', but the mesh of fully_shard is on '{default.device_type}'"
+        )
+    return default if mesh == default else mesh
 
 
 def warn_of_padding(params: Iterable[ShardedParam]) -> None:

@@ -6,6 +6,7 @@ sharded module's own class as ``type(module).__mro__[2]``, right after `FSDPModu
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from torch import nn
 
 from ..comm.mesh_transports import CommOptions
 from ..comm.transports import backend_name
-from ..policy import CommPolicy, check_comm_policy
+from ..policy import check_comm_policy
 from ..runtime.events import registry
 from ..runtime.param_group import ParamGroup
 from ..runtime.runtime import runtime_of
@@ -22,6 +23,7 @@ from ..runtime.unit import Unit, unit_of, units_in
 from ..transports import custom
 from ..transports.compressed import transports as compressed
 from ..transports.compressed.checks import check_sent
+from ..transports.compressed.policy import CommPolicy
 from ..transports.custom import AllGather, ReduceScatter, choose_symmetric_backend
 
 
@@ -119,6 +121,24 @@ def set_all_reduce_hook(
         raise ValueError("stream cannot be set when using native HSDP")
     config = unit.config
     config.all_reduce_hook, config.all_reduce_stream = hook, stream
+
+
+def set_gradient_divide_factor(self: nn.Module, factor: float) -> None:
+    """Divide the gradient sum by ``factor`` instead of by the number of ranks.
+
+    Not recursive. Works on every backend.
+    """
+    unit_of(self).config.divide_factor = factor
+
+
+def set_reduce_scatter_divide_factor(self: nn.Module, factor: float) -> None:
+    """Deprecated name of `set_gradient_divide_factor`."""
+    warnings.warn(
+        "set_reduce_scatter_divide_factor is deprecated: use set_gradient_divide_factor",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    set_gradient_divide_factor(self, factor)
 
 
 def set_force_sum_reduction_for_comms(self: nn.Module, enable: bool) -> None:

@@ -82,8 +82,7 @@ def deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     with ExitStack() as stack:
         for unit in units:
             if unit.runtime is not None:
-                for ask in runtime_of(unit).on.before_shards_read:
-                    ask(unit, "copied")
+                runtime_of(unit).on.before_shards_read(unit, "copied")
             stack.enter_context(unit.registration.showing_sharded())
         with torch.inference_mode(False), torch.no_grad():
             for unit in units:

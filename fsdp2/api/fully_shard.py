@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, TypedDict, Unpack, cast, overload
+from typing import Any, Unpack, cast, overload
 from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DeviceMesh, Replicate, Shard
+from torch.distributed.tensor import DeviceMesh
 
 from ..comm.mesh_transports import CommOptions
 from ..common.classes import class_for
 from ..policy import (
-    CommPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    ShardPlacementResult,
+    WirePolicy,
     adopt_offload_policy,
     check_comm_policy,
     check_dtypes,
@@ -28,9 +27,12 @@ from ..runtime.events import registry
 from ..runtime.hooks import UnitHooks
 from ..runtime.unit import ORIGINS, Unit, set_unit, units_in
 from ..runtime.unit_config import UnitConfig
-from ..sharding.mesh import DataParallelMesh, replicated, resolve_mesh
+from ..sharding.mesh import DataParallelMesh, resolve_mesh
 from ..sharding.param import ShardedParam
 from .arguments import (
+    Granularity,
+    PlacementFn,
+    ShardOptions,
     check_direct_min_bytes,
     check_modules_are_free,
     check_parameter,
@@ -39,6 +41,7 @@ from .arguments import (
     checked_granularity,
     checked_ignored,
     checked_modules,
+    checked_placement,
     checked_reshard,
     is_taken,
     warn_of_other_meshes,
@@ -48,30 +51,14 @@ from .deepcopy import refuse_own_deepcopy
 from .module import FSDPModule
 from .torch_compat import TorchFSDPModule, is_replicated, publish_state, state_of
 
-PlacementFn = Callable[[nn.Parameter], Shard | Replicate | ShardPlacementResult | None]
-Granularity = int | Callable[[nn.Parameter], int] | None
-
-
-class _ShardOptions(TypedDict, total=False):
-    mesh: DeviceMesh | None
-    reshard_after_forward: bool | int | None
-    shard_placement_fn: PlacementFn | None
-    mp_policy: MixedPrecisionPolicy
-    offload_policy: OffloadPolicy | None
-    ignored_params: set[nn.Parameter] | None
-    dp_mesh_dims: DataParallelMeshDims | None
-    direct_min_bytes: int | None
-    comm_policy: CommPolicy | None
-    shard_granularity: Granularity
-
 
 # The object that comes back is the one that was passed, and an instance of both its own class and
 # `FSDPModule`. No type says both: as in torch, checkers are told of the latter.
 @overload
-def fully_shard(module: nn.Module, **options: Unpack[_ShardOptions]) -> FSDPModule: ...
+def fully_shard(module: nn.Module, **options: Unpack[ShardOptions]) -> FSDPModule: ...
 @overload
 def fully_shard(
-    module: Collection[nn.Module], **options: Unpack[_ShardOptions]
+    module: Collection[nn.Module], **options: Unpack[ShardOptions]
 ) -> list[FSDPModule]: ...
 def fully_shard(
     module: nn.Module | Collection[nn.Module],
@@ -84,7 +71,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     direct_min_bytes: int | None = None,
-    comm_policy: CommPolicy | None = None,
+    comm_policy: WirePolicy | None = None,
     shard_granularity: Granularity = None,
 ) -> FSDPModule | list[FSDPModule]:
     """Shard the parameters of ``module`` over the ranks of ``mesh``, in place.
@@ -118,7 +105,7 @@ def fully_shard(
             most 128 parameters of a bucket, the largest, are gathered directly. None: 64 KiB; on
             accelerators also packs the smallest 1/16 of a unit's bytes, and between hosts all of it
             where that is faster (docs/streams.md, "Batches").
-        comm_policy: send weights and gradients in fewer bytes. None: in full.
+        comm_policy: a `CommPolicy` sends weights and gradients in fewer bytes. None: in full.
         shard_granularity: rows per block (entries along the dim that is sharded), or a function of
             the parameter that returns them: the shards of all ranks consist of whole blocks,
             except where the parameter ends. Padding grows, as every rank's storage has room for as
@@ -186,15 +173,13 @@ def make_unit(
     tree = _managed_modules(unit.modules)
     with torch.inference_mode(False):  # else the shards could never be trained
         found = _find_parameters(unit, tree, ignored, shard_placement_fn, granularity)
-        for ask in registry.on.before_taking:
-            ask(unit, [item.managed for item in found])
+        registry.on.before_taking(unit, [item.managed for item in found])
         # Groups connect now: at the first gather their communicators would take their buffers when
         # memory is at its peak.
         unit.param_group.make_groups(item.managed.mesh for item in found)
         # Nothing has been changed so far.
         params = _take_parameters(unit, found)
-        for tell in registry.on.before_sharding:
-            tell(unit, params)
+        registry.on.before_sharding(unit, params)
         unit.param_group.shard(params)
         _move_to_device((b for m in tree for b in m.buffers(recurse=False)), unit.device)
     hooks = UnitHooks.made_for(unit)
@@ -213,8 +198,7 @@ def make_unit(
     warn_of_other_meshes(unit, modules)
     warn_of_padding(unit.params)
     publish_state(unit)
-    for told in registry.on.sharded:
-        told(unit)
+    registry.on.sharded(unit)
 
 
 # -- modules ---------------------------------------------------------------------------------
@@ -320,7 +304,7 @@ def _find_parameters(
             places = sorted(places + theirs.owners, key=lambda place: order[place[0]])
         module, name = places[0]
         fqn = f"{names[module]}.{name}" if names[module] else name
-        mesh, dim = _placement(shard_placement_fn, param, fqn, unit.mesh)
+        mesh, dim = checked_placement(shard_placement_fn, param, fqn, unit.mesh)
         check_parameter(param, fqn, module, mesh)
         rows = granularity(param, fqn)
         managed = ShardedParam(param, places, mesh, dim, fqn, rows)
@@ -338,44 +322,3 @@ def _take_parameters(unit: Unit, found: list[_Found]) -> list[ShardedParam]:
             other.param_group.give_up(theirs)
         ORIGINS[item.original] = (unit, item.managed)
     return [item.managed for item in found]
-
-
-def _placement(
-    function: PlacementFn | None, param: nn.Parameter, name: str, mesh: DataParallelMesh
-) -> tuple[DataParallelMesh, int]:
-    """The mesh and the dim to shard ``param`` on."""
-    placement: Any = function(param) if function is not None else None
-    # By its fields and not its class: programs pass torch's `ShardPlacementResult` as well.
-    if hasattr(placement, "placement"):
-        own = getattr(placement, "mesh", None)
-        if own is None:
-            own = getattr(placement, "mesh_info", None)  # of torch's
-        if own is not None:
-            mesh = _checked_mesh_of(own, name, mesh)
-        placement = placement.placement
-    if placement is None:
-        return mesh, 0
-    if isinstance(placement, Replicate):
-        return replicated(mesh), 0
-    if not isinstance(placement, Shard):
-        raise ValueError(
-            f"Invalid shard_placement_fn result {placement!r} for parameter '{name}': expected "
-            "Shard(dim), Replicate(), a ShardPlacementResult or None"
-        )
-    return mesh, placement.dim
-
-
-def _checked_mesh_of(own: Any, name: str, default: DataParallelMesh) -> DataParallelMesh:
-    # torch's `mesh_info` also records the larger mesh if it was given dp_mesh_dims.
-    dims, full_mesh = getattr(own, "dp_mesh_dims", None), getattr(own, "spmd_mesh", None)
-    if dims is not None and full_mesh is not None:
-        mesh = resolve_mesh(full_mesh, dims)
-    else:
-        mesh = resolve_mesh(own if isinstance(own, DeviceMesh) else getattr(own, "mesh", own))
-    # A unit has one device, where all of its buckets are.
-    if mesh.device_type != default.device_type:
-        raise ValueError(
-            f"shard_placement_fn gave parameter '{name}' a mesh of device type "
-            f"'{mesh.device_type}', but the mesh of fully_shard is on '{default.device_type}'"
-        )
-    return default if mesh == default else mesh

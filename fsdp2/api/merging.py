@@ -99,8 +99,7 @@ def merge_units(model: nn.Module, *, min_bytes: int) -> MergedUnits:
 
 def _check_between_steps(units: Sequence[Unit], runtimes: Sequence[Runtime]) -> None:
     for runtime in runtimes:
-        for ask in runtime.on.before_root_forward:
-            ask()
+        runtime.on.before_root_forward()
         runtime.schedule.drop_held()  # of outputs that were dropped
     for unit in units:
         if unit.step.running or unit.awaits_backward:
@@ -289,6 +288,5 @@ def _merged(group: Sequence[Unit]) -> Unit:
         if owner_unit in group:
             ORIGINS[original] = (new, param)
     publish_state(new)
-    for tell in registry.on.merged:
-        tell(new, group)
+    registry.on.merged(new, group)
     return new

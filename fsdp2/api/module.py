@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -83,8 +82,7 @@ class FSDPModule(_Base):
         """
         unit = unit_of(self)
         if unit.runtime is not None:
-            for tell in runtime_of(unit).on.before_user_reshards:
-                tell(unit)
+            runtime_of(unit).on.before_user_reshards(unit)
             unit.param_group.freezing.adopt()
             runtime_of(unit).reshard(unit)
 
@@ -106,8 +104,7 @@ class FSDPModule(_Base):
         units = self._units(recurse)
         for unit in units:
             unit.config.set_sync(requires_gradient_sync)
-        for tell in registry.on.setting_changed:
-            tell(units, "sync_grads", requires_gradient_sync)
+        registry.on.setting_changed(units, "sync_grads", requires_gradient_sync)
 
     def set_accumulate_sharded(self, accumulate_sharded: bool, *, recurse: bool = True) -> None:
         """Set whether backwards without gradient sync accumulate sharded gradients.
@@ -180,8 +177,7 @@ class FSDPModule(_Base):
         units = self._units(recurse)
         for unit in units:
             unit.config.reshard_after_backward = reshard_after_backward
-        for tell in registry.on.setting_changed:
-            tell(units, "reshard_after_backward", reshard_after_backward)
+        registry.on.setting_changed(units, "reshard_after_backward", reshard_after_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Set whether gathered parameters keep their memory, and so their addresses, when freed.
@@ -198,8 +194,7 @@ class FSDPModule(_Base):
         """
         units = self._units(recurse)
         for unit in units:
-            for ask in registry.on.before_setting:
-                ask(unit, "keep_unsharded_storage", keep)
+            registry.on.before_setting(unit, "keep_unsharded_storage", keep)
         for unit in units:
             unit.config.keep_unsharded_storage = keep
             unit.param_group.keep_storage(keep)
@@ -224,22 +219,6 @@ class FSDPModule(_Base):
             ValueError: if one of them is no FSDPModule.
         """
         unit_of(self).backward_prefetch = units_of_all(modules)
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the gradient sum by ``factor`` instead of by the number of ranks.
-
-        Not recursive. Works on every backend.
-        """
-        unit_of(self).config.divide_factor = factor
-
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Deprecated name of `set_gradient_divide_factor`."""
-        warnings.warn(
-            "set_reduce_scatter_divide_factor is deprecated: use set_gradient_divide_factor",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        self.set_gradient_divide_factor(factor)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether to gather this module's parameters for backward. Not recursive.
@@ -268,8 +247,9 @@ class FSDPModule(_Base):
         Raises:
             RuntimeError: if this is not the root.
         """
-        self._check_root("reset_iter_state")
-        self._unit_and_runtime()[1].reset(discard=True)
+        unit, runtime = self._unit_and_runtime()
+        runtime.check_root(unit, "reset_iter_state")
+        runtime.reset(discard=True)
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -319,19 +299,16 @@ class FSDPModule(_Base):
         # that a user set: both are taken off and put back.
         unit.param_group.adopt_grad_dtypes()
         kept = unit.param_group.detach_gradients()
-        for tell in registry.on.before_apply:
-            tell(unit, fn, own_modules(self, recurse))
+        registry.on.before_apply(unit, fn, own_modules(self, recurse))
         before = unit.param_group.where_shards_are()
         result = super()._apply(fn, recurse)
-        for follow in registry.on.params_assigned:
-            follow(unit, True)
+        registry.on.params_assigned(unit, True)
         unit.param_group.attach_gradients(kept)
         # The Parameter objects stay the same where their local tensors are new ones, outside of
         # the storage of the bucket. A ``.to`` that changes nothing costs nothing, and may stand
         # between forward and backward.
         unit.param_group.dirty |= unit.param_group.where_shards_are() != before
-        for told in registry.on.after_apply:
-            told(unit)
+        registry.on.after_apply(unit)
         return result
 
     @override
@@ -340,14 +317,6 @@ class FSDPModule(_Base):
         # Not ``__deepcopy__``: wrappers that forward attributes, like those of ``torch.compile``,
         # would be mistaken for the module inside.
         return ToBeCopied.result, (ToBeCopied(self),)
-
-    def _check_root(self, method: str) -> None:
-        unit, runtime = self._unit_and_runtime()
-        if runtime.root is not unit:
-            raise RuntimeError(
-                f"{method} must be called on the root FSDP module '{runtime.root.name}', "
-                f"not on '{unit.name}'"
-            )
 
     def _get_fsdp_state(self) -> PipelineState:
         state = state_of(self)
@@ -385,8 +354,7 @@ class UnshardHandle:
         unit, self._unit = self._unit, None
         if unit is not None:
             runtime_of(unit).wait_unshard(unit)
-            for tell in runtime_of(unit).on.gathered_for_user:
-                tell(unit)
+            runtime_of(unit).on.gathered_for_user(unit)
 
 
 def units_of_all(modules: Iterable[Any]) -> list[Unit]:

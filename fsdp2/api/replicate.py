@@ -10,7 +10,6 @@ from torch.distributed.tensor import DeviceMesh
 
 from ..comm.mesh_transports import CommOptions
 from ..policy import (
-    CommPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -18,6 +17,7 @@ from ..policy import (
 )
 from ..runtime.unit_config import UnitConfig
 from ..sharding.mesh import replicated, resolve_mesh
+from ..transports.compressed.policy import CommPolicy
 from .arguments import checked_ignored, checked_modules
 from .fully_shard import make_unit
 

@@ -43,7 +43,6 @@ from ..common.checks import check_bytes, check_kind, check_number
 from ..common.suggestions import did_you_mean
 from ..features.gather_budget import checked_budget
 from ..policy import (
-    CommPolicy,
     CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
@@ -53,8 +52,10 @@ from ..policy import (
 from ..runtime.unit import unit_of
 from ..sharding.bucket import Bucket
 from ..sharding.mesh import default_mesh, resolve_mesh
+from ..transports.compressed.policy import CommPolicy
 from ..wrap import UnitDescription, units_of
-from .fully_shard import Granularity, PlacementFn, fully_shard
+from .arguments import Granularity, PlacementFn
+from .fully_shard import fully_shard
 from .module import FSDPModule
 from .replicate import replicate
 

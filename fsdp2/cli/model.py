@@ -15,7 +15,8 @@ from .ckpt import parse_bytes
 if TYPE_CHECKING:
     from torch import nn
 
-    from ..policy import CommPolicy, MixedPrecisionPolicy
+    from ..policy import MixedPrecisionPolicy
+    from ..transports.compressed.policy import CommPolicy
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 WIRE_DTYPES = {"bf16": "bfloat16", "int8": "int8", "float8": "float8_e4m3fn"}
@@ -205,7 +206,7 @@ def comm_policy_of(args: argparse.Namespace) -> CommPolicy | None:
     """The policy for ``--gather-as`` and ``--reduce-as``; None without both."""
     import torch
 
-    from ..policy import CommPolicy
+    from ..transports.compressed.policy import CommPolicy
 
     if args.gather_as is None and args.reduce_as is None:
         return None

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
 from ..custom import AllGather, ReduceScatter
-from ..policy import CommPolicy
 from ..sharding.bucket import Bucket
 from ..sharding.gathered import SecondarySource
 from ..sharding.mesh import DataParallelMesh
@@ -41,7 +40,7 @@ class CommOptions:
     separate_reduce_group: bool | None = None
     sum_only: bool = False
     memory: str | None = None
-    policy: CommPolicy | None = None
+    policy: Any = None
 
     @property
     def gathers_flat(self) -> bool:

@@ -27,7 +27,6 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from ..common.failures import explained
 from ..sharding.bucket import Bucket
 from ..sharding.gathered import GatherBatch, GatherPlan
 from ..sharding.gradients import ReducePlan, copy_in
@@ -180,25 +179,6 @@ def release_tags(groups: Sequence[dist.ProcessGroup], start: int) -> None:
 
 _next_tag: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 _separate_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-
-
-def sum_together(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
-    """Replace small tensors by their sums over ``group``, in one collective per dtype.
-
-    On the current stream; where the host orders, the call returns when it is done.
-    """
-    # Flattened: for so few bytes the number of messages is what costs.
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        chosen = [tensor for tensor in tensors if tensor.dtype == dtype]
-        flat = torch.cat([tensor.reshape(-1) for tensor in chosen])
-        options = AllreduceOptions()
-        options.asyncOp = False
-        with explained("the sum of gradients over tensor-parallel ranks", group):
-            work = group.allreduce([as_real(flat)], options)
-            if work is not None:
-                work.wait()
-        parts = flat.split([tensor.numel() for tensor in chosen])
-        torch._foreach_copy_(chosen, [p.view(t.shape) for p, t in zip(parts, chosen, strict=True)])
 
 
 # Dtypes that all backends know. Others (float8, complex, bool) are gathered as bytes.

@@ -16,15 +16,14 @@ from torch import nn
 
 from ..features.secondary_shards import secondary_layout
 from ..policy import (
-    CommPolicy,
     MixedPrecisionPolicy,
     compute_dtype,
-    hops_of,
     sum_dtype,
     wire_dtype,
 )
 from ..sharding.gradients import ReducePlan
 from ..sharding.layout import BucketLayout, plan_bucket
+from ..transports.compressed.policy import CommPolicy, hops_of
 from ..transports.compressed.quantize import Cut, cut_reduction, gather_row
 from ..transports.host.sums import exchanged_sum_dtype
 from ..transports.host.topology import Places, Sent, Topology

@@ -20,7 +20,6 @@ from ..api.shard_model import Sharding, Strategy, find_strategy, reshard_of, sha
 from ..comm.mesh_transports import groups_of
 from ..comm.transports import backend_name
 from ..policy import (
-    CommPolicy,
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     adopt_offload_policy,
@@ -28,6 +27,7 @@ from ..policy import (
     param_dtype_of,
 )
 from ..runtime.unit import Unit, units_in
+from ..transports.compressed.policy import CommPolicy
 from ..transports.host.exchange import EXCHANGE_MAX_RANKS
 from ..transports.host.links import places_of
 from ..transports.host.topology import Topology

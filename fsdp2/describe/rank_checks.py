@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
-from ..features.partial_gradients import DeferredSums
+from ..features.partial_gradients import DeferredSums, group_of_sum
 from ..guards.rank_agreement.comparison import all_values, by_ranks, describe, last_order, name_of
 from ..guards.rank_agreement.store_exchange import (
     MAX_LINES,
@@ -142,7 +142,7 @@ class _Operations:
         _meet(self._exchange, f"reduce '{self._name}' ({', '.join(grads)})")
 
     def sum_partial(self, param: ShardedParam, grad: torch.Tensor, deferred: bool) -> None:
-        over = param.summed_over(grad)
+        over = group_of_sum(param, grad)
         if over is not None:
             ranks = tuple(dist.get_process_group_ranks(over))
             when = "at the end of backward" if deferred else "at once"

@@ -177,7 +177,7 @@ def set_manual_backward_finalization(self: nn.Module, enabled: bool) -> None:
     # the settings of all units when it is made.
     if unit.runtime is not None:
         runtime = runtime_of(unit)
-        _check_root(unit, runtime, "set_manual_backward_finalization")
+        runtime.check_root(unit, "set_manual_backward_finalization")
         _change_mode(runtime, manual=enabled)
     unit.config.manual_finalization = enabled
 
@@ -222,7 +222,7 @@ def finalize_backward(self: nn.Module, *, async_op: bool = False) -> GradientRed
     if unit.runtime is None:
         return GradientReductionHandle() if async_op else None
     runtime = runtime_of(unit)
-    _check_root(unit, runtime, "finalize_backward")
+    runtime.check_root(unit, "finalize_backward")
     part = runtime.part(Finalization)
     if part is None:
         raise RuntimeError(
@@ -230,14 +230,6 @@ def finalize_backward(self: nn.Module, *, async_op: bool = False) -> GradientRed
             "set_manual_backward_finalization(True) before forward"
         )
     return part.finalize(wait=not async_op)
-
-
-def _check_root(unit: Unit, runtime: Runtime, method: str) -> None:
-    if runtime.root is not unit:
-        raise RuntimeError(
-            f"{method} must be called on the root FSDP module '{runtime.root.name}', "
-            f"not on '{unit.name}'"
-        )
 
 
 registry.add(Finalization)

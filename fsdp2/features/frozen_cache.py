@@ -9,6 +9,7 @@ forward begins.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Self
 from weakref import WeakKeyDictionary
 
@@ -18,8 +19,20 @@ from typing_extensions import override
 from ..runtime.events import TreePart, registry
 from ..runtime.runtime import Runtime, runtime_of
 from ..runtime.unit import Unit, units_in
-from ..runtime.unit_config import KeepFrozen
 from ..sharding.bucket import Bucket
+
+
+# Compared by identity: two calls with the same number are two limits.
+@dataclass(frozen=True, eq=False)
+class KeepFrozen:
+    """A byte limit that a user set for some units, which share it.
+
+    Attributes:
+        max_bytes: of gathered storage per rank; None: without limit.
+    """
+
+    max_bytes: int | None
+
 
 # Which writes to its shards a bucket had seen when the gather began that it stays gathered from.
 _gathered_at: WeakKeyDictionary[Bucket, tuple[int, int]] = WeakKeyDictionary()

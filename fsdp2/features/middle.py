@@ -19,11 +19,11 @@ from torch import nn
 from typing_extensions import override
 
 from ..common.pytree import map_tensors, tensors_in
-from ..runtime.events import TreePart, registry
+from ..runtime.events import UNHEARD, TreePart, registry
 from ..runtime.hooks import UnitHooks, watch_base
 from ..runtime.runtime import Runtime, runtime_of
 from ..runtime.states import State
-from ..runtime.torch_modes import is_transformed
+from ..runtime.torch_modes import function_mode, is_transformed
 from ..runtime.unit import Forward, Unit
 
 
@@ -70,7 +70,7 @@ class Middle:
         if is_transformed():
             return False  # hooks on tensors would be lost
         registration.check(module)
-        if unit.runtime.on.before_compute:
+        if unit.runtime.on.before_compute is not UNHEARD:
             return False
         if graph:
             given: Sequence[torch.Tensor] = args
@@ -199,7 +199,11 @@ class GroupHooks(UnitHooks):
         """
         unit = self.unit
         runtime = runtime_of(unit)
-        if self.marks_all or self._is_typed or runtime.on.forward_computed:
+        if (
+            self.marks_all
+            or function_mode() is not None
+            or runtime.on.forward_computed is not UNHEARD
+        ):
             return None
         # What backward recomputes is in no order. Units around others are freed in parts, and where
         # each module may have to make room all hooks of all modules run.

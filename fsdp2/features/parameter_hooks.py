@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from ..dtensor.from_local import local_of
 from ..runtime.reduction import result_hooks
 from ..sharding.param import ShardedParam, carriers
 
@@ -71,8 +72,15 @@ def _call_from_now_on() -> None:
         result_hooks.append(call_tensor_hooks)
 
 
-def call_tensor_hooks(param: ShardedParam, grad: torch.Tensor) -> torch.Tensor:
-    """``grad``, reduced, or what the tensor hooks of the sharded parameter made of it.
+def call_tensor_hooks(param: ShardedParam, local: torch.Tensor) -> torch.Tensor:
+    """``local``, this rank's part of the reduced gradient, or what tensor hooks made of it."""
+    grad = param.sharded_spec.wrap(local)
+    made = _call_hooks(param, grad)
+    return local if made is grad else local_of(made).clone().contiguous()
+
+
+def _call_hooks(param: ShardedParam, grad: torch.Tensor) -> torch.Tensor:
+    """``grad``, or what the tensor hooks of the sharded parameter made of it.
 
     Args:
         grad: laid out like the sharded parameter.

@@ -10,14 +10,17 @@ deferred, and only where nothing reads ``.grad`` earlier.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllreduceOptions
 from typing_extensions import override
 
-from ..comm.transports import sum_together
+from ..comm.means import as_real
+from ..comm.streams import wait_for
+from ..common.failures import explained
 from ..runtime.events import TreePart, registry
 from ..runtime.runtime import Runtime, runtime_of
 from ..runtime.unit import Unit
@@ -56,7 +59,7 @@ class DeferredSums:
             self.observer(param, grad, group is not None)
         if group is None:
             return param.local_gradient(grad)
-        if param.summed_over(grad) is group:
+        if group_of_sum(param, grad) is group:
             return param.local_gradient(grad, summed=False)
         # An earlier gradient of this backward was partial, this one is complete (a unit that ran
         # twice). Both are in the sum over the group at the end, where a complete one counts once
@@ -72,7 +75,7 @@ class DeferredSums:
         param = bucket.params[i]
         group = self.groups.get(param)
         if group is None and self._may_wait(bucket, i) and _may_be_late(param, grad):
-            group = param.summed_over(grad)
+            group = group_of_sum(param, grad)
             if group is not None:
                 self.groups[param] = group
         return group
@@ -127,7 +130,7 @@ class PartialGradients(TreePart):
         self._forget()
 
     @override
-    def backward_abandoned(self) -> None:
+    def backward_abandoned(self, errors: list[RuntimeError]) -> None:
         self._forget()
 
     def _forget(self) -> None:
@@ -146,6 +149,40 @@ def _may_be_late(param: ShardedParam, grad: torch.Tensor) -> bool:
         and not sharded._backward_hooks
         and grad.numel() * grad.element_size() <= LATE_MAX_BYTES
     )
+
+
+def group_of_sum(param: ShardedParam, grad: torch.Tensor) -> dist.ProcessGroup | None:
+    """The ranks over which ``grad`` must be summed to be laid out like ``param``.
+
+    Gradients of sequence-parallel norms, for one, are `Partial` over tensor-parallel ranks.
+
+    Returns:
+        None if nothing is to be done, or more than one sum.
+    """
+    has, spec = param.gradient_placements(grad), param.tensor_parallel
+    if has is None or spec is None:
+        return None
+    dims = [dim for dim, wanted in enumerate(spec.of_gradient(has)) if has[dim] != wanted]
+    if len(dims) != 1 or not spec.placements[dims[0]].is_replicate():
+        return None
+    return spec.mesh.get_group(dims[0]) if has[dims[0]].is_partial("sum") else None
+
+
+def sum_together(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
+    """Replace small tensors by their sums over ``group``, in one collective per dtype.
+
+    On the current stream; where the host orders, the call returns when it is done.
+    """
+    # Flattened: for so few bytes the number of messages is what costs.
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        chosen = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.reshape(-1) for tensor in chosen])
+        options = AllreduceOptions()
+        options.asyncOp = False
+        with explained("the sum of gradients over tensor-parallel ranks", group):
+            wait_for([group.allreduce([as_real(flat)], options)])
+        parts = flat.split([tensor.numel() for tensor in chosen])
+        torch._foreach_copy_(chosen, [p.view(t.shape) for p, t in zip(parts, chosen, strict=True)])
 
 
 registry.add(PartialGradients)

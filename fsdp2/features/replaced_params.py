@@ -8,6 +8,7 @@ that is gathered wherever its modules run.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -79,7 +80,7 @@ def _adopt(
     before = param.sharded
     held = any(module._parameters.get(name) is before for module, name in param.owners)
     if held and not keep_objects:
-        param = param.split_off(new)
+        param = _split_off(param, new)
         unit.params.append(param)
         keep = False
     else:
@@ -87,6 +88,16 @@ def _adopt(
     _replace_sharded(param, new, slot, rank, keep_object=keep)
     unit.param_group.dirty |= param.sharded is not before
     return param
+
+
+def _split_off(param: ShardedParam, new: nn.Parameter) -> ShardedParam:
+    """Another parameter for the places of ``param`` that hold ``new``: their tie was cut."""
+    made = copy.copy(param)
+    made.unsharded = made.secondary = None
+    made._found_by = set()
+    made.owners = [(m, n) for m, n in param.owners if m._parameters.get(n) is new]
+    param.owners = [place for place in param.owners if place not in made.owners]
+    return made
 
 
 def _replace_sharded(

@@ -24,7 +24,6 @@ from typing_extensions import override
 
 from ..comm.mesh_transports import MeshTransports, resharders
 from ..dtensor.boxes import entries_per_part, strides
-from ..policy import CommPolicy
 from ..runtime.events import TreePart, registry
 from ..runtime.runtime import Runtime
 from ..runtime.states import State
@@ -35,6 +34,7 @@ from ..sharding.layout import ALIGN_BYTES, BucketLayout, Slot, finish_layout
 from ..sharding.mesh import DataParallelMesh, device_of
 from ..sharding.param import ShardedParam, TensorSpec
 from ..sharding.process_groups import own_group
+from ..transports.compressed.policy import CommPolicy
 from ..transports.compressed.quantize import gather_row
 from ..transports.compressed.transports import CompressedTransport
 

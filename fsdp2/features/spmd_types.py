@@ -1,4 +1,4 @@
-"""What the package ``spmd_types`` says about a parameter, read once, when it is sharded.
+"""What the package ``spmd_types`` says about a parameter, and its checker, which hooks stay out of.
 
 torchtitan's default tensor parallelism computes on plain tensors. A parameter holds this rank's
 part, and an annotation says for every mesh axis how the parts make up the whole:
@@ -17,14 +17,17 @@ Source: https://github.com/meta-pytorch/spmd_types/blob/main/docs/local_spmd_typ
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Partial, Placement
 
+from ..common.pytree import tensors_in
 from ..dtensor.boxes import strides
 from ..dtensor.from_local import local_of
+from ..runtime.torch_modes import function_modes
 from ..sharding.mesh import DataParallelMesh
 from ..sharding.param import Annotations, TensorSpec, annotation_readers
 
@@ -156,4 +159,27 @@ def _placements(spmd: Any, its_type: Any, name: str) -> tuple[Placement, Placeme
     )
 
 
+class _TypeChecks:
+    """The checker of the types of operands: a `FunctionMode`."""
+
+    def __init__(self, spmd: Any) -> None:
+        self._spmd = spmd
+
+    def unseen(self) -> AbstractContextManager[None]:
+        return self._spmd.no_typecheck()
+
+    def replaced(self, given: Any, made: Any) -> None:
+        """Let each tensor in ``made`` have the types of the one in ``given``."""
+        for old, new in zip(tensors_in(given), tensors_in(made), strict=True):
+            if new is not old:
+                self._spmd.assert_type_like(new, old)
+
+
+def _type_checks() -> _TypeChecks | None:
+    """The checker, while it is active on this thread."""
+    spmd = sys.modules.get("spmd_types")
+    return _TypeChecks(spmd) if spmd is not None and spmd.is_type_checking() else None
+
+
 annotation_readers.append(read_annotations)
+function_modes.append(_type_checks)

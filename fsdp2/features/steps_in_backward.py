@@ -170,19 +170,20 @@ class EarlySteps(TreePart):
             RuntimeError: if the backward is over, and ``step()`` was not called.
         """
         if self.runtime.in_backward:
-            self.backward_abandoned()  # what it has stepped is replaced
+            self.backward_abandoned([])  # what it has stepped is replaced
         elif self._begun and self._are_pending(list(self._begun)):
             raise not_stepped("Values were loaded")
 
     @override
-    def backward_abandoned(self) -> RuntimeError | None:
-        """After a backward that raised: wait for threads; returns what to raise, if any stepped."""
+    def backward_abandoned(self, errors: list[RuntimeError]) -> None:
+        """After a backward that raised: wait for threads; an error if any of them has stepped."""
         begun = {steps for found in self._begun.values() for steps in found}
         self._begun.clear()
         self._stepped = []
         names = [name for steps in begun for name in steps.abandon(self._backward)]
         self._expected, self._completed = {}, {}
-        return partly_stepped(names) if names else None
+        if names:
+            errors.append(partly_stepped(names))
 
 
 def _follow_all() -> None:

@@ -83,8 +83,7 @@ class UnusedParameters(TreePart):
                 continue
             if runtime.ends_iteration or not accumulates:
                 # Ranks come to other units, and must agree on what may be freed.
-                for tell in runtime.on.gradients_apart:
-                    tell(unit, accumulates)
+                runtime.on.gradients_apart(unit, accumulates)
                 if not accumulates and unit.state is State.UNSHARDED:
                     unit.register_unsharded()
             # Other ranks may hold sums of what users freeze next.

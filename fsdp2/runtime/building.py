@@ -33,8 +33,7 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     units = units_in(root_module)
     root = unit_of(root_module)
     name_units(root_module, units)
-    for ask in registry.on.before_tree:
-        ask(root_module, root, units)
+    registry.on.before_tree(root_module, root, units)
     # Freeing what is gathered would take away what others have put in its place.
     given = [x for unit in units for x in unit.registration.given_by_others()]
     # Units that ran as roots before may have gathers or reductions in flight, which only their own
@@ -44,8 +43,7 @@ def build_runtime(root_module: nn.Module) -> Runtime:
             _forward_gradients(unit)
         old.reset()
     put(given)
-    for follow in registry.on.modules_differ:
-        follow(root_module, units)
+    registry.on.modules_differ(root_module, units)
     name_units(root_module, units)
     members = {unit: {m for top in unit.modules for m in top.modules()} for unit in units}
     for unit in units:
@@ -56,8 +54,7 @@ def build_runtime(root_module: nn.Module) -> Runtime:
             other.modules[0] in members[unit] for other in units if other is not unit
         )
         unit.choose_reshard(is_root=unit is root)
-    for tell in registry.on.before_materialize:
-        tell(units)
+    registry.on.before_materialize(units)
     # All units now, not each before its own first gather: message tags are handed out here, in the
     # order of the tree, which ranks share even if their first forwards run other units (experts).
     for unit in units:
@@ -65,8 +62,7 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     runtime = made_types[-1][1](root, units, root.device)
     for unit in units:
         unit.runtime = runtime
-    for tell_planned in runtime.on.planned:
-        tell_planned(root)
+    runtime.on.planned(root)
     return runtime
 
 

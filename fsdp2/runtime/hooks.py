@@ -31,7 +31,13 @@ from .building import build_runtime
 from .events import registry
 from .registration import ModulesChanged
 from .runtime import Runtime, runtime_of
-from .torch_modes import is_transformed, outside_torch_modes, skip_compile, type_checker
+from .torch_modes import (
+    function_mode,
+    is_transformed,
+    outside_torch_modes,
+    replacing,
+    skip_compile,
+)
 from .unit import Forward, Unit, units_holding
 
 Grads = Sequence[torch.Tensor | None]
@@ -149,7 +155,6 @@ class UnitHooks:
             cast_floating(policy.output_dtype) if policy.output_dtype is not None else None
         )
         self.inside_method = False  # of one that runs like a forward
-        self._is_typed = False  # the last forward, by `spmd_types`
         # For units whose inputs need no gradient.
         self._watching = False
         self._watched: list[RemovableHandle] = []
@@ -186,25 +191,21 @@ class UnitHooks:
         outside_torch_modes(self._gather, module)
         # Inside the modes again: what computes in the place of parameters, and the cast of inputs,
         # are part of the user's computation, which transforms and autograd have to see.
-        for tell in self.unit.runtime.on.before_compute:
-            tell(self.unit)
+        self.unit.runtime.on.before_compute(self.unit)
         args, kwargs = self._cast_inputs(args, kwargs)
         if torch.is_grad_enabled():
             if self.unit.step.input_nodes and self.unit.step.running <= 1:
                 # Of forwards that raised, and of inputs that a hook of the user's has replaced.
                 self.unit.step.input_nodes.clear()
-            self._is_typed = (checker := type_checker()) is not None
-            if checker is None:
+            if not torch._C._len_torch_function_stack():
                 return self._mark_inputs(args, kwargs)
-            with checker.no_typecheck():
-                marked = self._mark_inputs(args, kwargs)
-            return _with_types(checker, (args, kwargs), marked)
+            return replacing((args, kwargs), self._mark_inputs, args, kwargs)
         return args, kwargs
 
     def _gather(self, module: nn.Module) -> None:
         unit = self.unit
-        runtime = build_runtime(module) if unit.runtime is None else runtime_of(unit)
         called = module if len(unit.modules) > 1 else None
+        runtime = build_runtime(module) if unit.runtime is None else runtime_of(unit)
         try:
             runtime.pre_forward(unit, called)
         except ModulesChanged:
@@ -229,11 +230,9 @@ class UnitHooks:
         return args, kwargs
 
     def post_forward(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-        # What hooks do with outputs is no computation: partial sums would not allow any.
-        if self._is_typed and (checker := type_checker()) is not None:
-            with checker.no_typecheck():
-                made = self.post_forward(module, args, kwargs, output)
-            return _with_types(checker, output, made)
+        # What hooks do with outputs is no computation, and no mode may take it for that.
+        if torch._C._len_torch_function_stack() and function_mode() is not None:
+            return replacing(output, self.post_forward, module, args, kwargs, output)
         if self.inside_method:
             return self._cast(output)
         unit = self.unit
@@ -338,8 +337,7 @@ class UnitHooks:
 
     def tell_left(self, grads: Sequence[torch.Tensor | None]) -> None:
         """With create_graph=True: ``grads`` are what backward left this unit with."""
-        for tell in runtime_of(self.unit).on.left_with_graph:
-            tell(self.unit, grads)
+        runtime_of(self.unit).on.left_with_graph(self.unit, grads)
 
     def _watch_accumulation(self) -> None:
         """No input needs a gradient: count accumulated gradients instead."""
@@ -388,14 +386,6 @@ class UnitHooks:
             runtime.reduce(unit)
 
 
-def _with_types(checker: Any, given: Any, made: Any) -> Any:
-    """``made``, each tensor with the types that `spmd_types` knows of that in ``given``."""
-    for old, new in zip(tensors_in(given), tensors_in(made), strict=True):
-        if new is not old:
-            checker.assert_type_like(new, old)
-    return made
-
-
 def hooks_of(unit: Unit) -> UnitHooks:
     """The hooks on the modules of ``unit``."""
     return unit.hooks  # type: ignore[return-value]
@@ -405,15 +395,13 @@ def about_to_write(unit: Unit) -> None:
     """Reshard ``unit``, whose sharded parameters are about to be loaded."""
     if unit.runtime is not None:
         runtime = runtime_of(unit)
-        for ask in runtime.on.before_shards_written:
-            ask(unit)
+        runtime.on.before_shards_written(unit)
         runtime.reshard(unit)  # what was gathered is about to be out of date
         # The load comes after the optimizer step that the event marks: with it, the next gather
         # would read the shards before they are written.
         runtime.optimizer_event = None
     else:
-        for tell in registry.on.params_assigned:
-            tell(unit, False)
+        registry.on.params_assigned(unit, False)
 
 
 def _is_whole(value: Any, param: DTensor) -> bool:
@@ -444,8 +432,7 @@ class StateDictHooks:
 
     def before_save(self, module: nn.Module, *_: Any) -> None:
         if self.unit.runtime is not None:
-            for ask in runtime_of(self.unit).on.before_shards_read:
-                ask(self.unit, "saved")
+            runtime_of(self.unit).on.before_shards_read(self.unit, "saved")
         # The hooks of all modules of a unit run in turns: looking at all of its parameters in each
         # would take time with the square of their number (a second for a model in one unit).
         if self.unit.registration.shows_sharded(module):
@@ -473,5 +460,4 @@ class StateDictHooks:
                     states[prefix + name] = own_part(value, param)
 
     def after_load(self, *_: Any) -> None:
-        for tell in registry.on.params_assigned:
-            tell(self.unit, True)
+        registry.on.params_assigned(self.unit, True)

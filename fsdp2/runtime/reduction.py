@@ -54,8 +54,8 @@ _nbytes_of, _replicate_of = attrgetter("nbytes"), attrgetter("replicate")
 Added = tuple[ShardedParam, weakref.ref[torch.Tensor], int]
 
 
-# What is called with the reduced gradient of a parameter that has hooks, a DTensor, before that is
-# added to ``.grad``, and returns what takes its place; the last one is used.
+# What is called with the reduced gradient of a parameter that has hooks, this rank's part of it,
+# before that is added to ``.grad``, and returns what takes its place; the last one is used.
 result_hooks: list[Callable[[ShardedParam, torch.Tensor], torch.Tensor]] = []
 
 
@@ -313,9 +313,7 @@ class Reduction:
             # of the host at the end of backward covers that.
             grad = grad.to(self.bucket.shard_device, self.bucket.grad_dtype)
             if result_hooks and param.sharded._backward_hooks:
-                seen = param.sharded_spec.wrap(grad)
-                made = result_hooks[-1](param, seen)
-                grad = grad if made is seen else local_of(made).clone().contiguous()
+                grad = result_hooks[-1](param, grad)
             if grad.storage_offset():  # autograd may make several gradients in one storage
                 grad = with_own_storage(grad)
             if param.sharded.grad is None:
@@ -337,19 +335,13 @@ class Reduction:
 
     def _call_result_hooks(self) -> None:
         """Call users' hooks, which may change what is about to be added to ``.grad``."""
-        bucket, output = self.bucket, self.output
+        bucket = self.bucket
         for i in self.plan.present:
-            param, slot = bucket.params[i], bucket.layout.slots[i]
-            if not param.sharded._backward_hooks:
-                continue
-            if output.in_place:
-                result, seen = output.store.locals[i], self.dtensors[i]
-            else:
-                result = shard_of(output.flat, slot, bucket.rank)
-                seen = param.sharded_spec.wrap(result.to(bucket.shard_device, bucket.grad_dtype))
-            made = local_of(result_hooks[-1](param, seen))
-            if made is not result:
-                result.copy_(made)
+            param = bucket.params[i]
+            if param.sharded._backward_hooks:
+                result = shard_of(self.output.flat, bucket.layout.slots[i], bucket.rank)
+                given = result.to(bucket.shard_device, bucket.grad_dtype)
+                result.copy_(result_hooks[-1](param, given))
 
     def _write_back(self) -> None:
         """Copy the temporary output into the gradient storage, or add it to ``.grad``."""
@@ -400,14 +392,21 @@ class Reduction:
 
 @dataclass
 class _Launched:
-    """The reductions of one unit that are launched together."""
+    """The reductions of one unit that are launched together.
+
+    Attributes:
+        error: what one of them has raised: they can only be discarded. (To wait once more would
+            find nothing to wait for, and attach what was not reduced.)
+    """
 
     unit_name: str
     tell: Callable[[Reduction, bool], None] | None = None
     nbytes: int = 0
     reductions: list[Reduction] = field(default_factory=list)
+    error: RuntimeError | None = None
 
     def reraise(self, error: RuntimeError, reduction: Reduction) -> NoReturn:
+        self.error = error
         present, params = reduction.plan.present, reduction.bucket.params
         names = [params[i].fqn for i in present[:3]] + (["..."] if len(present) > 3 else [])
         what = f"the reduction of gradients of unit '{self.unit_name}' ({', '.join(names)})"
@@ -519,6 +518,8 @@ class ReductionsInFlight:
 
     def _complete_oldest(self, streams: Streams) -> None:
         launched = self._launched[0]
+        if launched.error is not None:
+            raise launched.error
         while launched.reductions:
             # It stays until it is complete: where a user's hook raises, it and those behind it are
             # discarded.

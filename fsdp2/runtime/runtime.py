@@ -18,7 +18,7 @@ from torch.autograd import Variable
 
 from ..comm.streams import Event, Streams, streams_for
 from ..common.failures import accumulation_lost, backward_not_over, parameters_are_gone
-from .events import Followed, TreeEvents, TreePart
+from .events import UNHEARD, Followed, TreeEvents
 from .param_group import requires_grad_of
 from .reduction import Reduction, ReductionsInFlight
 from .registration import ModulesChanged, put
@@ -78,7 +78,7 @@ class Runtime(Followed):
         self.registry.trees.add(self)
         made = (kind.of(self) for kind in self.registry.tree_parts)
         self._parts = [part for part in made if part is not None]
-        self.on = TreeEvents(TreePart, self._parts)
+        self.on = TreeEvents(self._parts)
 
     # -- forward ----------------------------------------------------------------------------
 
@@ -98,8 +98,7 @@ class Runtime(Followed):
         begins = schedule.root is None or schedule.root not in unit.enclosing
         if backward_raised or (begins and not self.in_backward):
             self._begin_forward(unit)
-        for tell in self.on.forward_begins:
-            tell(unit)
+        self.on.forward_begins(unit)
         step = unit.step  # a reset makes a new one
         if self.in_backward:  # recomputation of activations
             unit.unshard(self.streams)
@@ -117,8 +116,7 @@ class Runtime(Followed):
         self.lookahead.gather(unit.forward_prefetch or schedule.next(self.lookahead.depth))
 
     def _begin_forward(self, unit: Unit) -> None:
-        for ask in self.on.before_root_forward:
-            ask()
+        self.on.before_root_forward()
         if self.in_backward:  # of a backward that raised
             self.reset()
         if torch.jit.is_tracing():
@@ -127,14 +125,14 @@ class Runtime(Followed):
             self.reset()
         if not all(u.registration.is_current() for u in self.units):
             raise ModulesChanged
-        for tell in self.on.root_forward_begins:
-            tell()
+        self.on.root_forward_begins()
         self.schedule.begin_root(unit, leads_to_backward=torch.is_grad_enabled())
         self.streams.before_gathers(self.optimizer_event)
         # It marks one optimizer step and no later write: the next forward waits for all of compute.
         self.optimizer_event = None
+        is_asked = self.on.before_reuse is not UNHEARD
         for other in self.units:
-            if other.state is not State.SHARDED or self.on.before_reuse:
+            if other.state is not State.SHARDED or is_asked:
                 self.free_written(other)
         self.release_gradients()
 
@@ -164,8 +162,7 @@ class Runtime(Followed):
             unit.param_group.freezing.adopt() or unit.is_stale()
         ):
             unit.reshard(self.streams)
-        for ask in self.on.before_reuse:
-            ask(unit)
+        self.on.before_reuse(unit)
 
     def post_forward(
         self, unit: Unit, *, differentiable: bool, forward: Forward | None = None
@@ -176,8 +173,7 @@ class Runtime(Followed):
             differentiable: whether backward may reach this forward.
             forward: the object that the hooks on its outputs hold.
         """
-        for tell in self.on.forward_computed:
-            tell(unit)
+        self.on.forward_computed(unit)
         if self.in_backward:
             return
         step = unit.step
@@ -207,12 +203,10 @@ class Runtime(Followed):
         elif after is AfterForward.KEEP or after is AfterForward.KEEP_TO_REPEAT:
             if after is AfterForward.KEEP_TO_REPEAT:
                 schedule.repeats = unit
-            for tell_kept in self.on.unit_kept:
-                tell_kept(unit, left)
+            self.on.unit_kept(unit, left)
         else:
             unit.reshard(self.streams, to_secondary=after is AfterForward.FREE_TO_SECONDARY)
-        for tell_end in self.on.forward_ends:
-            tell_end(unit, left)
+        self.on.forward_ends(unit, left)
         if outermost:
             self._end_forward()
             if not differentiable:
@@ -253,8 +247,7 @@ class Runtime(Followed):
             # would go to parameters that nothing reduces.
             raise parameters_are_gone(unit.name)
         self.begin_backward()
-        for tell in self.on.backward_enters:
-            tell(unit, forward, accumulates)
+        self.on.backward_enters(unit, forward, accumulates)
         config, step = unit.config, unit.step
         entered = self.schedule.enter(unit, forward)
         if step.backward_began:
@@ -263,8 +256,7 @@ class Runtime(Followed):
             return
         step.backward_began, step.entered_in = True, self.backward
         if accumulates is False or step.is_read_outside:
-            for tell_apart in self.on.gradients_apart:
-                tell_apart(unit, accumulates)
+            self.on.gradients_apart(unit, accumulates)
         if not config.reduce_grads or unit.gradients.sums:
             unit.gradients.sum_in_reduce_dtype(wanted=not config.reduce_grads)
         if unit is self.schedule.begins_backward:
@@ -287,8 +279,7 @@ class Runtime(Followed):
             if parent.param_group.params:
                 if parent.state in RESHARDED and parent.step.entered_in is not self.backward:
                     self._gather_passed(parent, entered or forward)
-                for tell_inside in self.on.backward_enters_inside:
-                    tell_inside(parent)
+                self.on.backward_enters_inside(parent)
 
     def _gather_passed(self, parent: Unit, forward: Forward | None) -> None:
         """A loss of an output inside of ``parent``: backward comes to what it computed before."""
@@ -304,8 +295,7 @@ class Runtime(Followed):
             return
         if self.schedule.root is not None:
             self._notice_failed_forward()
-        for ask in self.on.backward_begins:
-            ask()
+        self.on.backward_begins()
         self.in_backward = True
         for unit in self.units:  # what users have frozen since the forward
             # (Compared here, as `Freezing.adopt` does: a call per unit would cost more than that.)
@@ -359,10 +349,8 @@ class Runtime(Followed):
             if self.residency.frees_after_backward(unit, self.backward):
                 unit.reshard(self.streams)
             else:
-                for tell_kept in self.on.unit_kept:
-                    tell_kept(unit, None)
-        for tell in self.on.backward_leaves:
-            tell(unit)
+                self.on.unit_kept(unit, None)
+        self.on.backward_leaves(unit)
 
     def reduce(
         self, unit: Unit, *, direct_only: bool = False, final: bool = False, keep: bool = False
@@ -374,8 +362,7 @@ class Runtime(Followed):
             keep: leave them to a later reduction, as without gradient sync.
         """
         config, gradients, on = unit.config, unit.gradients, self.on
-        for ask in on.before_reduce:
-            ask(unit)
+        on.before_reduce(unit)
         if keep or not config.reduce_grads:
             gradients.keep_as_sums()
         else:
@@ -383,13 +370,11 @@ class Runtime(Followed):
             # backward reduces each unit that was not, and all ranks must agree on which.
             unit.step.reduced = True
             taken = gradients.take(direct_only=direct_only)
-            for tell_taken in on.gradients_taken:
-                tell_taken(unit, taken)
+            on.gradients_taken(unit, taken)
             reductions = gradients.make_reductions(taken, final=final)
             if reductions:
-                for tell in on.reductions_launched:
-                    tell(unit, reductions)
-                told = on.before_completion or on.reduction_completed
+                on.reductions_launched(unit, reductions)
+                told = not (on.before_completion is on.reduction_completed is UNHEARD)
                 self.reductions.launch(
                     reductions,
                     self.streams,
@@ -397,12 +382,11 @@ class Runtime(Followed):
                     max_units=config.max_input_buffers,
                     tell=partial(self._tell_completion, unit) if told else None,
                 )
-        for tell_after in on.after_reduce:
-            tell_after(unit, direct_only)
+        on.after_reduce(unit, direct_only)
 
     def _tell_completion(self, unit: Unit, reduction: Reduction, complete: bool) -> None:
-        for tell in self.on.reduction_completed if complete else self.on.before_completion:
-            tell(unit, reduction)
+        tell = self.on.reduction_completed if complete else self.on.before_completion
+        tell(unit, reduction)
 
     @property
     def ends_iteration(self) -> bool:
@@ -426,8 +410,7 @@ class Runtime(Followed):
         self.schedule.begins_backward = None
         self.schedule.end_pass()
         self.in_backward = False
-        for tell in self.on.backward_ends:
-            tell()
+        self.on.backward_ends()
 
     def reduce_left(self) -> None:
         """Reduce what no hook has reduced, or accumulate it if this backward does not sync.
@@ -455,8 +438,7 @@ class Runtime(Followed):
             step.backward_began = False
             gradients.holds_earlier = leave or not config.reduce_grads
             gradients.holds_partial_sums = not config.all_reduce_grads
-        for tell in self.on.backward_reduced:
-            tell()
+        self.on.backward_reduced()
 
     def complete_iteration(self) -> None:
         """Wait for the reductions. Afterwards users may look at ``.grad``."""
@@ -464,11 +446,9 @@ class Runtime(Followed):
         self.reductions.attached.clear()
         self.reductions.added.clear()
         self.backward.in_iteration = False
-        for tell in self.on.iteration_ends:
-            tell()
+        self.on.iteration_ends()
         if self.backward.creates_graph:
-            for tell_created in self.on.graph_created:
-                tell_created()
+            self.on.graph_created()
         self.schedule.end_iteration()
 
     def free_units(self) -> None:
@@ -484,8 +464,7 @@ class Runtime(Followed):
             elif unit.state is not State.SHARDED:
                 if unit.state is State.GATHERING:
                     unit.wait_unshard(self.streams)  # or the optimizer would overtake it
-                for tell in self.on.unit_kept:
-                    tell(unit, None)
+                self.on.unit_kept(unit, None)
             if backward.creates_graph and unit.config.reshard_after_backward:
                 unit.register_sharded()
         self.synchronize()
@@ -498,8 +477,7 @@ class Runtime(Followed):
     def drop_gradients(self, unit: Unit) -> None:
         """Drop every gradient of ``unit`` that is in no ``.grad`` of a sharded parameter yet."""
         unit.gradients.drop()
-        for tell in self.on.gradients_dropped:
-            tell(unit)
+        self.on.gradients_dropped(unit)
 
     # -- outside of a step --------------------------------------------------------------------
 
@@ -523,6 +501,14 @@ class Runtime(Followed):
         unit.drop_cache(self.streams)
         put(given)
 
+    def check_root(self, unit: Unit, method: str) -> None:
+        """Raises RuntimeError if ``method``, which was called on ``unit``, is about whole trees."""
+        if self.root is not unit:
+            raise RuntimeError(
+                f"{method} must be called on the root FSDP module '{self.root.name}', not on "
+                f"'{unit.name}'"
+            )
+
     # -- recovery ---------------------------------------------------------------------------
 
     def reset(self, *, discard: bool = False) -> None:
@@ -536,9 +522,9 @@ class Runtime(Followed):
                 backward that raised has added to them.
         """
         lost: list[str] = []
-        errors: list[RuntimeError | None] = []
+        errors: list[RuntimeError] = []
         if self.in_backward or discard:
-            errors = [abandon() for abandon in self.on.backward_abandoned]
+            self.on.backward_abandoned(errors)
             lost = [
                 unit.name
                 for unit in self.units
@@ -570,10 +556,9 @@ class Runtime(Followed):
         self.schedule.repeats = self.schedule.begins_backward = None
         self.in_backward = self.backward.in_iteration = False
         self.schedule.root = None
-        for tell in self.on.tree_reset:
-            tell()
+        self.on.tree_reset()
         # Last: a caller that goes on without these gradients finds a tree that works.
-        for error in filter(None, errors):
+        for error in errors:
             raise error
         if lost:
             raise accumulation_lost(lost)

@@ -1,9 +1,8 @@
 """What may be active around a hook, and how hooks stay out of it.
 
 torch.compile traces what it sees; ``torch.func`` transforms wrap tensors; selective activation
-checkpointing caches results of operations and returns them in the recomputation; ``spmd_types``
-checks the types of operands. None of them may see what hooks do:
-gather, free, wait.
+checkpointing caches results of operations and returns them in the recomputation; other modes check
+operands. None of them may see what hooks do: gather, free, wait.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import CodeType, FrameType
-from typing import Any, ParamSpec, TypeVar, TypeVarTuple
+from typing import Any, ParamSpec, Protocol, TypeVar, TypeVarTuple
 
 import torch
 from torch import nn
@@ -85,24 +84,47 @@ def is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-def type_checker() -> Any:
-    """The package ``spmd_types`` while it checks types on this thread, otherwise None."""
-    # The checker is a torch function mode. Asking for any costs hooks less than a look for it.
+class FunctionMode(Protocol):
+    """A torch function mode whose library has to be told of what hooks do."""
+
+    def unseen(self) -> AbstractContextManager[None]:
+        """A context in which the mode sees nothing."""
+
+    def replaced(self, given: Any, made: Any) -> None:
+        """Tensors in ``given`` have others in their places now, those in ``made``."""
+
+
+# Each finds its mode if that is active; asked only while any torch function mode is.
+function_modes: list[Callable[[], FunctionMode | None]] = []
+
+
+def function_mode() -> FunctionMode | None:
+    """The one that is active, if any is."""
     if not torch._C._len_torch_function_stack():
         return None
-    spmd = sys.modules.get("spmd_types")
-    return spmd if spmd is not None and spmd.is_type_checking() else None
+    return next(filter(None, (find() for find in function_modes)), None)
+
+
+def replacing(given: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """``function(*args)``, which puts other tensors in the places of those in ``given``."""
+    mode = function_mode()
+    if mode is None:
+        return function(*args)
+    with mode.unseen():
+        made = function(*args)
+    mode.replaced(given, made)
+    return made
 
 
 def outside_torch_modes(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
-    """Call ``function`` on plain tensors, unseen by selective checkpointing and type checkers."""
+    """Call ``function`` on plain tensors, unseen by checkpoints and `function_modes`."""
     # Inside a transform, collectives on memory of ours would be recorded as a part of it. Were a
     # gather cached by a checkpoint, the recomputation would get the cached result, and no memory.
     if torch._C._are_functorch_transforms_active():
         with torch._C._DisableFuncTorch():
             return function(*args, **kwargs)
-    if torch._C._len_torch_function_stack() and (checker := type_checker()) is not None:
-        with checker.no_typecheck():
+    if torch._C._len_torch_function_stack() and (mode := function_mode()) is not None:
+        with mode.unseen():
             return function(*args, **kwargs)
     if torch._C._len_torch_dispatch_stack():
         with _without_selective_checkpoints():

@@ -41,19 +41,47 @@ ORIGINS: MutableMapping[torch.Tensor, tuple[Unit, ShardedParam]] = WeakTensorKey
 
 
 class GatherEvents:
-    """Who hears what a unit tells of its gathers: a part of `events.TreeEvents`."""
+    """What a unit tells of its gathers: a part of `events.TreePart`."""
 
-    before_compute: tuple[Callable[[Unit], None], ...]
-    gather_requested: tuple[Callable[[Unit], None], ...]
-    before_planning: tuple[Callable[[Unit], None], ...]
-    planned: tuple[Callable[[Unit], None], ...]
-    before_gather: tuple[Callable[[Unit], None], ...]
-    gather_started: tuple[Callable[[Unit], None], ...]
-    before_wait: tuple[Callable[[Unit], None], ...]
-    gathered: tuple[Callable[[Unit], None], ...]
-    before_reshard: tuple[Callable[[Unit, bool], None], ...]
-    resharded: tuple[Callable[[Unit], None], ...]
-    first_gathered: tuple[Callable[[Unit], None], ...]
+    def before_compute(self, unit: Unit) -> None:
+        """``unit`` is gathered, and its forward or a recomputation is next. Unlike all others, this
+        is told inside of the torch modes and transforms of the caller."""
+
+    def gather_requested(self, unit: Unit) -> None:
+        """Before anything else of a gather."""
+
+    def before_planning(self, unit: Unit) -> None:
+        """Storages of ``unit`` are about to be made, which takes their memory for a moment."""
+
+    def planned(self, unit: Unit) -> None:
+        """``unit`` has other storages now, other unsharded parameters, or others of its parameters
+        are frozen. When the tree is built, this is told of its root alone."""
+
+    def before_gather(self, unit: Unit) -> None:
+        """``unit`` is planned, and its gathered storage is about to get memory."""
+
+    def gather_started(self, unit: Unit) -> None:
+        """The all-gathers of ``unit`` are launched."""
+
+    def before_wait(self, unit: Unit) -> None:
+        """Compute is about to wait for them."""
+
+    def gathered(self, unit: Unit) -> None:
+        """Compute may use what they gather."""
+
+    def before_reshard(self, unit: Unit, to_secondary: bool) -> None:
+        """What of ``unit`` is gathered, if anything, is about to be freed.
+
+        Args:
+            to_secondary: larger shards are to stay (`AfterForward.FREE_TO_SECONDARY`).
+        """
+
+    def resharded(self, unit: Unit) -> None:
+        """``unit`` is not gathered, whether it was before or not; its modules may still hold what
+        computes. This may go on to `State.SECONDARY`."""
+
+    def first_gathered(self, unit: Unit) -> None:
+        """The first gather into new storages was launched."""
 
 
 class TreeRuntime(Protocol):
@@ -202,6 +230,8 @@ class Gather:
             # What has been launched still writes: into memory that the next gather reads, and its
             # own wait would come in the place of the next one's.
             self.abandon()
+            for index in indices:
+                param_group.buckets[index].free()
             if isinstance(error, RuntimeError):
                 reraise(error, self._describe(), group)
             raise
@@ -411,8 +441,7 @@ class Unit:
         assert self.state in RESHARDED
         param_group, config = self.param_group, self.config
         on = self.runtime.on
-        for ask in on.gather_requested:
-            ask(self)
+        on.gather_requested(self)
         if param_group.dirty or not param_group.materialized:
             self.plan_anew(streams)
         in_backward = self.runtime.in_backward
@@ -423,8 +452,7 @@ class Unit:
         if not in_backward or not config.reshard_after_backward:
             # What is freed after backward is gathered anew in the next forward, which notes them.
             gather.versions = param_group.versions()
-        for tell in on.before_gather:
-            tell(self)
+        on.before_gather(self)
         if in_backward and streams.stream_ordered and param_group.versions() != earlier:
             # Users have written the shards since the forward, on compute. Only then: a wait in
             # every backward would keep a slow link idle until the loss is there.
@@ -432,25 +460,21 @@ class Unit:
         gather.launch(streams)
         if gather.num_plans != param_group.num_plans:
             gather.num_plans = param_group.num_plans
-            for tell in on.first_gathered:
-                tell(self)
+            on.first_gathered(self)
         # Last: a unit whose launch raised is where it was, and recovery waits for nothing.
         self.transition("start_unshard")
-        for tell in on.gather_started:
-            tell(self)
+        on.gather_started(self)
 
     def plan_anew(self, streams: Streams) -> None:
         """Before the first gather, and after parameters or settings have changed."""
-        for tell in self.runtime.on.before_planning:
-            tell(self)
+        self.runtime.on.before_planning(self)
         self.drop_cache(streams)
         self.materialize(streams)
         self._tell_planned()
         streams.before_gathers()  # compute has just written the new shards
 
     def _tell_planned(self) -> None:
-        for tell in self.runtime.on.planned:
-            tell(self)
+        self.runtime.on.planned(self)
 
     def _describe_gather(self) -> str:
         phase = "backward" if self.runtime.in_backward else "forward"
@@ -459,8 +483,7 @@ class Unit:
     def wait_unshard(self, streams: Streams) -> None:
         """Let compute use what `start_unshard` gathers."""
         assert self.state is State.GATHERING
-        for tell in self.runtime.on.before_wait:
-            tell(self)
+        self.runtime.on.before_wait(self)
         try:
             self.gather.wait(streams)
         except RuntimeError:  # to SHARDED, so that a later forward gathers anew
@@ -472,8 +495,7 @@ class Unit:
         if self.param_group.incomplete:
             self.param_group.complete()
             self._tell_planned()
-        for tell in self.runtime.on.gathered:
-            tell(self)
+        self.runtime.on.gathered(self)
 
     def unshard(self, streams: Streams) -> None:
         """From any state to UNSHARDED, with the unsharded parameters registered."""
@@ -502,15 +524,13 @@ class Unit:
         # waited for exactly once, whether anything uses them or not.
         if self.state is State.GATHERING:
             self.wait_unshard(streams)
-        for ask in self.runtime.on.before_reshard:
-            ask(self, to_secondary)
+        self.runtime.on.before_reshard(self, to_secondary)
         if self.state in GATHERED:
             going = [bucket for bucket in self.param_group.buckets if not bucket.cache_valid]
             if going:
                 streams.free(going)
             self.transition("reshard")
-        for tell in self.runtime.on.resharded:
-            tell(self)
+        self.runtime.on.resharded(self)
         self.register_sharded()
 
     def drop_cache(self, streams: Streams, buckets: Iterable[Bucket] | None = None) -> None:

@@ -18,18 +18,6 @@ from ..comm.streams import Streams
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 
-# Compared by identity: two calls with the same number are two limits.
-@dataclass(frozen=True, eq=False)
-class KeepFrozen:
-    """A byte limit that a user set for some units, which share it.
-
-    Attributes:
-        max_bytes: of gathered storage per rank; None: without limit.
-    """
-
-    max_bytes: int | None
-
-
 @dataclass
 class UnitConfig:
     """The settings of one unit.
@@ -40,7 +28,8 @@ class UnitConfig:
         reshard_after_backward: whether parameters are freed after backward.
         unshard_in_backward: whether they are gathered for backward.
         keep_unsharded_storage: whether gathered parameters keep their memory when they are freed.
-        keep_frozen: how many bytes of frozen parameters may stay gathered; None: none.
+        keep_frozen: which frozen parameters may stay gathered, for the part that decides it; None:
+            none.
         max_gathered_bytes: limit on what a tree may hold gathered; of the root only.
         strategy: the name passed to `shard_model`; only displayed.
         gathered_once: parameters stay gathered after a backward without gradient sync.
@@ -67,7 +56,7 @@ class UnitConfig:
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     keep_unsharded_storage: bool = False
-    keep_frozen: KeepFrozen | None = None
+    keep_frozen: Any = None
     max_gathered_bytes: int | None = None
     strategy: str | None = None
     gathered_once: bool = False

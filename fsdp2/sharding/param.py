@@ -13,14 +13,12 @@ that own it:
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -265,15 +263,6 @@ class ShardedParam:
             carry(given, sharded, self)
         self.manage(sharded)
 
-    def split_off(self, new: nn.Parameter) -> ShardedParam:
-        """Another parameter for the places of this one that hold ``new``: their tie was cut."""
-        made = copy.copy(self)
-        made.unsharded = made.secondary = None
-        made._found_by = set()
-        made.owners = [(m, n) for m, n in self.owners if m._parameters.get(n) is new]
-        self.owners = [place for place in self.owners if place not in made.owners]
-        return made
-
     def make_unsharded(self, full: torch.Tensor) -> None:
         """Make the parameter that computes: ``full`` is a slice of the gathered storage."""
         # Annotated parameters are tensor-parallel too, but their modules compute on plain tensors.
@@ -300,28 +289,7 @@ class ShardedParam:
         self._found_by = {*(self._found_by & forms), id(made)}
         _managed[id(made)] = self
 
-    def summed_over(self, grad: torch.Tensor) -> dist.ProcessGroup | None:
-        """The ranks over which ``grad`` must be summed to be laid out like the parameter.
-
-        Gradients of sequence-parallel norms, for one, are `Partial` over tensor-parallel ranks.
-
-        Returns:
-            None if nothing is to be done, or more than one sum.
-        """
-        has = self._placements_of(grad)
-        if has is None or self.tensor_parallel is None:
-            return None
-        dims = [
-            dim
-            for dim, wanted in enumerate(self.tensor_parallel.of_gradient(has))
-            if has[dim] != wanted
-        ]
-        if len(dims) != 1 or not self.tensor_parallel.placements[dims[0]].is_replicate():
-            return None
-        mesh = self.tensor_parallel.mesh
-        return mesh.get_group(dims[0]) if has[dims[0]].is_partial("sum") else None
-
-    def _placements_of(self, grad: torch.Tensor) -> tuple[Placement, ...] | None:
+    def gradient_placements(self, grad: torch.Tensor) -> tuple[Placement, ...] | None:
         """The placements of ``grad`` over tensor-parallel ranks; None: those of the parameter."""
         if isinstance(grad, DTensor):
             return tuple(grad.placements)
@@ -333,9 +301,9 @@ class ShardedParam:
         """The gradient of the unsharded parameter as a contiguous dense tensor of this rank.
 
         Args:
-            summed: False leaves the sum of `summed_over` to be done later.
+            summed: False leaves a sum over tensor-parallel ranks to be done later.
         """
-        has = self._placements_of(grad) if summed else None
+        has = self.gradient_placements(grad) if summed else None
         if has is not None and self.tensor_parallel is not None:
             wanted = self.tensor_parallel.of_gradient(has)
             if has != wanted:

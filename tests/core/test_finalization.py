@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from fsdp2 import (
     MixedPrecisionPolicy,
     fully_shard,
 )
-from harness import cached_mesh, distributed, ours_only
+from fsdp2.runtime.reduction import Reduction
+from harness import cached_mesh, cpu_only, distributed, ours_only
 from models import BY_NAME, MLP, TRANSFORMER, Case
 from reference import (
     assert_same_gradients,
@@ -146,6 +148,33 @@ def test_asynchronous_finalization() -> None:
         handle.wait()
         assert_same_gradients(sharded, plain)
         drop(sharded, plain)
+
+
+@cpu_only("on a device, streams wait and not the host")
+@distributed(2)
+def test_a_reduction_that_failed_is_not_attached_by_waiting_again() -> None:
+    sharded, plain = pair(TRANSFORMER)
+    model = manual(sharded)
+    accumulate(TRANSFORMER, model, plain, 0)
+    handle = model.finalize_backward(async_op=True)
+    finish = Reduction._run_finish
+
+    def fails(reduction: Reduction) -> None:
+        finish(reduction)
+        raise RuntimeError("lost")
+
+    with (
+        mock.patch.object(Reduction, "_run_finish", fails),
+        pytest.raises(RuntimeError, match="lost"),
+    ):
+        handle.wait()
+    with pytest.raises(RuntimeError, match="lost"):
+        handle.wait()
+    model.reset_iter_state()
+    plain.zero_grad()
+    accumulate(TRANSFORMER, model, plain, 1)
+    model.finalize_backward()
+    assert_same_gradients(sharded, plain)
 
 
 @distributed(2)

@@ -21,7 +21,8 @@ from torch import Tensor
 import testdev
 from fsdp2.comm.means import mean_over
 from fsdp2.comm.streams import wait_for
-from fsdp2.comm.transports import GroupTransport, separate_group, sum_together
+from fsdp2.comm.transports import GroupTransport, separate_group
+from fsdp2.features.partial_gradients import sum_together
 from fsdp2.sharding.gathered import GatherBatch, GatherPlan, Segments
 from fsdp2.sharding.gradients import ReducePlan
 from fsdp2.sharding.layout import BucketLayout, plan_bucket

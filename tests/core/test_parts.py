@@ -55,7 +55,7 @@ def registries() -> list[list[Any]]:
     """Where parts of the library are registered."""
     from fsdp2.api import fully_shard
     from fsdp2.comm import mesh_transports
-    from fsdp2.runtime import hooks, param_group, reduction, registration
+    from fsdp2.runtime import hooks, param_group, reduction, registration, torch_modes
     from fsdp2.sharding import param
 
     return [
@@ -64,7 +64,7 @@ def registries() -> list[list[Any]]:
         *(param_group.own_buckets, param.carriers, param.annotation_readers),
         *(hooks.UnitHooks.input_followers, hooks.marks_in_transforms),
         *(mesh_transports.wrappers, mesh_transports._reduce_groups, mesh_transports.resharders),
-        fully_shard.class_adapters,
+        *(fully_shard.class_adapters, torch_modes.function_modes),
     ]
 
 
@@ -75,14 +75,14 @@ def all_parts() -> list[Any]:
 @contextmanager
 def with_parts(parts: Sequence[Any]) -> Iterator[None]:
     """These parts, and no others, hear of models that are sharded inside."""
-    from fsdp2.runtime.events import UnitEvents, UnitPart
+    from fsdp2.runtime.events import UnitEvents
 
     before = [list(registered) for registered in registries()]
 
     def register(chosen: Sequence[Sequence[Any]]) -> None:
         for registered, of_kind in zip(registries(), chosen, strict=True):
             registered[:] = of_kind
-        registry().on = UnitEvents(UnitPart, registry().unit_parts)
+        registry().on = UnitEvents(registry().unit_parts)
 
     register([[part for part in registered if part in parts] for registered in before])
     try:
@@ -228,6 +228,8 @@ OF_KERNEL = {
     "load_state_dict",  # with a hint in its errors
     "no_sync",
     "set_force_sum_reduction_for_comms",
+    "set_gradient_divide_factor",
+    "set_reduce_scatter_divide_factor",
     "set_reduce_scatter_max_input_buffers",
     "set_separate_reduce_scatter_group",
 }

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp2.runtime.unit import unit_of
 from fsdp2.sharding.bucket import Bucket
 from harness import cached_mesh, cpu_only, distributed, ours_only
 from models import Case, normal_batch
@@ -482,6 +483,22 @@ def test_parameters_that_are_gathered_by_hand_after_a_backward_that_raised() -> 
     layer.linear(x).sum().backward()
     plain[1].linear(x).sum().backward()
     average_gradients(plain)
+    assert_same_gradients(model, plain)
+
+
+@ours_only("the memory of a unit that is not gathered")
+@distributed(2)
+def test_a_gather_that_raises_keeps_no_memory() -> None:
+    """Whoever catches it, and goes on with less, needs that."""
+    model, plain = pair(FRAGILE)
+    run_both(FRAGILE, model, plain, 0)
+    buckets = unit_of(model[1]).buckets
+    (transports,) = set(unit_of(model[1]).param_group.transports)
+    failing = mock.patch.object(transports.gather, "all_gather", side_effect=RuntimeError("full"))
+    with failing, pytest.raises(RuntimeError, match="full"):
+        model(*FRAGILE.batch(1, dist.get_rank(), torch.float64))
+    assert [bucket.allocated_bytes for bucket in buckets] == [0] * len(buckets)
+    run_both(FRAGILE, model, plain, 1)
     assert_same_gradients(model, plain)
 
 

@@ -158,8 +158,8 @@ FAULTS = (
     Fault(
         "hooks of users on gradients change nothing",
         REDUCTION,
-        "            if made is not result:\n                result.copy_(made)\n",
-        "",
+        "                result.copy_(result_hooks[-1](param, given))",
+        "                result_hooks[-1](param, given)",
         test="tests/core/test_parameter_hooks.py"
         "::test_hooks_registered_before_sharding_are_called_with_sharded_gradients",
     ),

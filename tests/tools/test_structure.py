@@ -38,14 +38,14 @@ def measured() -> dict[str, Entered]:
 # No part of a step, and larger than the kernel.
 PLANNING = ("planning",)
 # Files, code lines, functions. They may only shrink: a change is paid for in the room that it
-# is made in. (The design of the kernel aims at 25, 4,500 and 480.)
+# is made in. What leaves the kernel is paid for by the part that it comes to.
 LIMITS = {
-    structure.KERNEL: (27, 5128, 502),
-    ("transports",): (14, 2031, 226),
-    ("features",): (23, 2431, 271),
+    structure.KERNEL: (27, 4888, 490),
+    ("transports",): (15, 2089, 232),
+    ("features",): (23, 2487, 278),
     ("guards",): (10, 969, 103),
-    ("api/comm_settings.py",): (1, 130, 14),
-    PLANNING: (60, 10518, 958),
+    ("api/comm_settings.py",): (1, 141, 16),
+    PLANNING: (60, 10520, 958),
 }
 
 
@@ -93,13 +93,13 @@ def test_a_steady_step_enters_few_files_and_functions(measured: dict[str, Entere
     # `zero_grad` is a part of the step, and frees what it drops. The root asks once whether it is
     # in `functional_call`.
     assert len(measured[STEADY].files) <= 21 + OLDER_TORCH
-    assert len(measured[STEADY].functions) <= 133 + OLDER_TORCH
-    assert len(measured[STEADY].calls) <= 445 + 14 * OLDER_TORCH
+    assert len(measured[STEADY].functions) <= 132 + OLDER_TORCH
+    assert len(measured[STEADY].calls) <= 442 + 14 * OLDER_TORCH
 
 
 def test_a_steady_step_has_few_branch_points(measured: dict[str, Entered]) -> None:
     # (torch's FSDP2 has 331.)
-    assert structure.branch_points(structure.PACKAGE, measured[STEADY]) <= 556 + 20 * OLDER_TORCH
+    assert structure.branch_points(structure.PACKAGE, measured[STEADY]) <= 523 + 20 * OLDER_TORCH
 
 
 def test_the_classes_of_a_step_have_few_fields() -> None:

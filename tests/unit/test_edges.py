@@ -23,16 +23,19 @@ from benchmarks.structure import PACKAGE, core_files
 ALLOWED = {
     # What users pass: checked where it comes in, or handed on as it is.
     "policy.py": "placement mesh mesh_info",
-    "api/fully_shard.py": "class_adapters own placement",
+    "api/fully_shard.py": "class_adapters",
     "api/module.py": "modules args kwargs fn protocol __new__() _apply() __reduce_ex__()",
-    "runtime/unit_config.py": "all_reduce_stream",
+    "runtime/unit_config.py": "all_reduce_stream keep_frozen",
+    # A setting of a part.
+    "comm/mesh_transports.py": "policy",
     # Users' tensor subclasses: their methods and attributes.
     "features/inplace_inputs.py": "node",
     "features/tensor_subclasses/tensor_subclass.py": "a b before",
     "features/tensor_subclasses/extension.py": "local arguments self._metadata",
     # The package spmd_types, which need not be installed.
-    "features/spmd_types.py": "spmd others axes axis own types its_type completed() _joined()",
-    "runtime/torch_modes.py": "type_checker()",
+    "features/spmd_types.py": "spmd given made others axes axis own types "
+    "its_type completed() _joined()",
+    "runtime/torch_modes.py": "given function made args replacing()",
     # JSON, and values of which only a checksum or the text counts.
     "guards/rank_agreement/store_exchange.py": "store self._store verdict found value ranks "
     "_wait_for_verdict()",
@@ -54,10 +57,10 @@ ALLOWED = {
     "__torch_function__() __torch_dispatch__()",
     "features/transforms.py": "ctx enter inputs output",
     "runtime/unit.py": "input_nodes self.of_parts",
-    "runtime/events.py": "Runtime parts",
+    "runtime/events.py": "Runtime UNHEARD args",
     "features/middle.py": "output post_forward()",
-    "runtime/hooks.py": "ctx enter grad node output value states checker given made _ "
-    "_with_types() self.methods post_forward() _cast()",
+    "runtime/hooks.py": "ctx enter grad node output value states _ "
+    "self.methods post_forward() _cast()",
     "guards/optimizer_checks.py": "args kwargs param param_group",
     "runtime/registration.py": "args expected self._fast _Columns rows self._guarded",
     "guards/requested_gradients.py": "inputs outputs run args asked kwargs _grad() _run()",

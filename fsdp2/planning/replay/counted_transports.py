@@ -12,10 +12,10 @@ from typing_extensions import override
 
 from ...comm.means import mean_over
 from ...comm.transports import Finish, GroupTransport, done, ended
-from ...policy import CommPolicy
 from ...sharding.bucket import Bucket
 from ...sharding.gradients import ReducePlan, _is_simple
 from ...sharding.layout import BucketLayout
+from ...transports.compressed.policy import CommPolicy
 from ...transports.compressed.quantize import Cut, cut_reduction, gather_row
 from ...transports.compressed.transports import CompressedTransport
 from ...transports.host.exchange import EXCHANGE_MAX_RANKS, Exchange

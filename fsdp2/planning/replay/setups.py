@@ -13,7 +13,8 @@ from ...api.arguments import checked_granularity, meant_reshard
 from ...api.shard_model import Sharding, find_strategy, offload_beyond, reshard_of
 from ...common.checks import check_number
 from ...dtensor.boxes import entries_per_part
-from ...policy import adopt_offload_policy, hops_of
+from ...policy import adopt_offload_policy
+from ...transports.compressed.policy import hops_of
 from ...transports.host.topology import Topology
 from ...wrap import UnitDescription, parameters_of
 from ..trace.events import ParamInfo

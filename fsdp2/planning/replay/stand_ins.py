@@ -22,7 +22,7 @@ from typing_extensions import override
 from ...comm.mesh_transports import Resharder
 from ...features.early_free.early_free import EarlyFree
 from ...features.secondary_shards import ReshardToGroups, SecondaryShards, secondary_layout
-from ...policy import CommPolicy, compute_dtype, hops_of
+from ...policy import compute_dtype
 from ...runtime.param_group import ParamGroup
 from ...runtime.reduction import Reduction
 from ...runtime.unit import Unit
@@ -33,6 +33,7 @@ from ...sharding.gathered import GatheredStorage, SecondarySource
 from ...sharding.gradients import FREE_MIN_BYTES, PartialSums, ReducePlan, ReductionOutput
 from ...sharding.mesh import DataParallelMesh
 from ...sharding.param import ShardedParam
+from ...transports.compressed.policy import CommPolicy, hops_of
 from ...transports.compressed.quantize import gather_row
 from ..trace.account import HeldBytes
 from ..trace.allocator import Block

@@ -34,7 +34,7 @@ from ...policy import (
     param_dtype_of,
     sum_dtype,
 )
-from ...runtime.events import TreeEvents, TreePart
+from ...runtime.events import TreeEvents
 from ...runtime.hooks import UnitHooks
 from ...runtime.unit import StepState
 from ...runtime.unit_config import UnitConfig
@@ -393,7 +393,7 @@ class _Recorder:
     """Takes the place of a runtime and records the calls to it."""
 
     backward = "the only one"
-    on = TreeEvents(TreePart, ())
+    on = TreeEvents(())
 
     def __init__(
         self,

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from typing_extensions import override
 
 from ...comm.mesh_transports import CommOptions
-from ...policy import hops_of
 from ...runtime.events import TreePart, UnitPart, registry
 from ...runtime.unit import Unit
 from ...sharding.param import ShardedParam
+from .policy import hops_of
 
 
 def check_sent(unit: Unit, params: Iterable[ShardedParam], options: CommOptions) -> None:

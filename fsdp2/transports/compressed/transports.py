@@ -25,7 +25,6 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from ...comm.mesh_transports import CommOptions, MeshTransports, Use, register_wrapper
 from ...comm.transports import Finish, Transport, _either, ended
-from ...policy import CommPolicy, hops_of
 from ...sharding.bucket import Bucket
 from ...sharding.gathered import GatherBatch, GatherPlan
 from ...sharding.gradients import ReducePlan, copy_in
@@ -33,6 +32,7 @@ from ...sharding.mesh import DataParallelMesh
 from ...sharding.process_groups import own_group
 from ..host.exchange import Exchange
 from ..host.sums import exchanged_sum_dtype
+from .policy import CommPolicy, hops_of
 from .quantize import Cut, Key, WireRow, cut_reduction, gather_row
 
 Parts = list[torch.Tensor]
