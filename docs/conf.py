@@ -62,6 +62,7 @@ NOT_PUBLIC = {
     "Recording": "the events of a profile; `Measures` has what they add up to",
     "_Memory": "what `Recorder.memory` gives for its own methods",
     "Message": "what `Recorder` hands out for its own later calls",
+    "WirePolicy": "the base of `CommPolicy`, by which the kernel knows it",
     "Transport": "how a unit communicates; `fsdp2.custom` has what a user may bring",
 }
 # Classes that only the library makes: how is not told.

@@ -315,14 +315,7 @@ def _traffic(made: Replay) -> list[TrafficRow]:
             row[4] += transfer.between
     result = []
     for (kind, group), (calls, messages, sent, known, known_between) in rows.items():
-        size = made.setup.num_shards
-        if group == "secondary":
-            size = next(
-                b.gathered.secondary.layout.num_shards
-                for u in made.units
-                for b in u.buckets
-                if b.gathered and b.gathered.secondary
-            )
+        size = made.num_secondary if group == "secondary" else made.setup.num_shards
         ring = made.setup.topology.ring(group, size)
         _, between = split_by_link(sent - known, ring, to_all=kind == "all_to_all")
         between += known_between

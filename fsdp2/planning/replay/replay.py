@@ -71,6 +71,13 @@ class Replay:
     starts: Sequence[int] = ()
     ends: Sequence[int] = ()
 
+    @property
+    def num_secondary(self) -> int:
+        """Ranks that hold the larger shards of ``reshard_after_forward=int``; 1 without any."""
+        gathered = (bucket.gathered for unit in self.units for bucket in unit.buckets)
+        sources = (each.secondary for each in gathered if each is not None)
+        return next((each.layout.num_shards for each in sources if each is not None), 1)
+
 
 def replay(
     trace: events.StepTrace,

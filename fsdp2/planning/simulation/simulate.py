@@ -247,13 +247,7 @@ class Simulator:
     def _costs(self, made: Replay, speed: float) -> list[Cost]:
         setup = made.setup
         topology = replace(setup.topology, ranks_per_node=self.hardware.ranks_per_node)
-        secondary = [
-            b.gathered.secondary.layout.num_shards
-            for u in made.units
-            for b in u.buckets
-            if b.gathered and b.gathered.secondary
-        ]
-        rings = {group: topology.ring(group, secondary[0] if secondary else 1) for group in _GROUPS}
+        rings = {group: topology.ring(group, made.num_secondary) for group in _GROUPS}
         costs = []
         slowed_by = self.hardware.taken_by_collectives
         for launch in made.launches:
