@@ -263,7 +263,7 @@ class FSDPModule(_Base):
         for runtime in runtimes:
             # Of a backward that was not the last one: they would be attached after this.
             if not runtime.in_backward:
-                runtime.reductions.complete(runtime.streams)
+                runtime.complete_reductions()
             if not set_to_none:
                 runtime.before_zero_grad()
         for unit in units:
@@ -293,7 +293,7 @@ class FSDPModule(_Base):
         if unit.runtime is not None:
             runtime = runtime_of(unit)
             if not runtime.in_backward:  # what is attached after this would not be cast
-                runtime.reductions.complete(runtime.streams)
+                runtime.complete_reductions()
             runtime.reshard(unit)
         # ``nn.Module._apply`` casts gradients with their parameters, and loses a ``grad_dtype``
         # that a user set: both are taken off and put back.

@@ -183,15 +183,9 @@ _separate_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = Weak
 
 # Dtypes that all backends know. Others (float8, complex, bool) are gathered as bytes.
 _SENT = {
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.uint8,
-    torch.int8,
-    torch.int32,
-    torch.int64,
-}
+    torch.float32, torch.bfloat16, torch.float16, torch.float64,
+    torch.uint8, torch.int8, torch.int32, torch.int64,
+}  # fmt: skip
 
 
 class GroupTransport:

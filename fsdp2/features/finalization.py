@@ -33,10 +33,11 @@ class GradientReductionHandle:
         self._finish = finish
 
     def wait(self) -> None:
-        """Wait until ``.grad`` of all sharded parameters is complete. A second call does nothing.
+        """Wait until ``.grad`` of all sharded parameters is complete. Then it does nothing.
 
         Raises:
-            RuntimeError: if `FSDPModule.reset_iter_state` dropped these gradients.
+            RuntimeError: if a reduction failed, or `FSDPModule.reset_iter_state` dropped these
+                gradients. They are lost, and every other call raises, too.
         """
         if self._finish is not None:
             # Forgotten only after it: the handle of gradients that a reset dropped raises at every
@@ -81,6 +82,9 @@ class Finalization(TreePart):
             runtime.held_open, runtime.is_last_backward = False, True
             try:
                 runtime.reduce_left()
+            except Exception:
+                runtime.in_backward = True  # as after a backward that raised
+                raise
             finally:
                 runtime.held_open, runtime.is_last_backward = True, last
             if wait:
@@ -95,9 +99,16 @@ class Finalization(TreePart):
     def _finish(self, handle: GradientReductionHandle) -> None:
         """Wait for the reductions of a finalization that did not."""
         if self.pending is not handle:
-            raise RuntimeError("This gradient reduction handle was invalidated by a reset")
+            raise RuntimeError(
+                "This gradient reduction handle was invalidated by a reset, or since an earlier "
+                "wait() of it raised"
+            )
         with self.runtime.streams.ending(self.runtime.backward.stream):
-            self.runtime.complete_iteration()
+            try:
+                self.runtime.complete_iteration()
+            except Exception:
+                self.pending = None  # the next forward resets the tree
+                raise
             self.pending = None
             self.runtime.synchronize()
 

@@ -230,7 +230,7 @@ class UnitHooks:
         return args, kwargs
 
     def post_forward(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-        # What hooks do with outputs is no computation, and no mode may take it for that.
+        # Modes must not see this: it is not the user's computation.
         if torch._C._len_torch_function_stack() and function_mode() is not None:
             return replacing(output, self.post_forward, module, args, kwargs, output)
         if self.inside_method:

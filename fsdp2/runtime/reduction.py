@@ -54,8 +54,8 @@ _nbytes_of, _replicate_of = attrgetter("nbytes"), attrgetter("replicate")
 Added = tuple[ShardedParam, weakref.ref[torch.Tensor], int]
 
 
-# What is called with the reduced gradient of a parameter that has hooks, this rank's part of it,
-# before that is added to ``.grad``, and returns what takes its place; the last one is used.
+# Called with this rank's part of a reduced gradient whose parameter has hooks, before that is added
+# to ``.grad``; returns what takes its place. The last one is used.
 result_hooks: list[Callable[[ShardedParam, torch.Tensor], torch.Tensor]] = []
 
 
@@ -149,10 +149,8 @@ class Reduction:
             return
         try:
             self._run_finish()
-        except RuntimeError:
-            self._advanced = True  # `discard` waits again after Ctrl-C only
-            raise
-        self._advanced = True
+        finally:
+            self._advanced = self._finish is done
         # Messages have read them until now. The all-reduce does not: they are not held for it.
         self.grads = ()
         if self.replicate is not None:
@@ -324,7 +322,11 @@ class Reduction:
         self._fresh = dtensors.keys()
 
     def _run_finish(self) -> None:
-        self._finish()
+        try:
+            self._finish()
+        except RuntimeError:
+            self._finish = done  # `discard` waits again after Ctrl-C only
+            raise
         self._finish = done  # a second wait for a message would write its data again
 
     def _parts(self) -> list[torch.Tensor]:
@@ -335,11 +337,13 @@ class Reduction:
 
     def _call_result_hooks(self) -> None:
         """Call users' hooks, which may change what is about to be added to ``.grad``."""
-        bucket = self.bucket
+        bucket, output = self.bucket, self.output
         for i in self.plan.present:
             param = bucket.params[i]
             if param.sharded._backward_hooks:
-                result = shard_of(self.output.flat, bucket.layout.slots[i], bucket.rank)
+                result = output.store.locals[i]
+                if not output.in_place:
+                    result = shard_of(output.flat, bucket.layout.slots[i], bucket.rank)
                 given = result.to(bucket.shard_device, bucket.grad_dtype)
                 result.copy_(result_hooks[-1](param, given))
 
@@ -392,21 +396,14 @@ class Reduction:
 
 @dataclass
 class _Launched:
-    """The reductions of one unit that are launched together.
-
-    Attributes:
-        error: what one of them has raised: they can only be discarded. (To wait once more would
-            find nothing to wait for, and attach what was not reduced.)
-    """
+    """The reductions of one unit that are launched together."""
 
     unit_name: str
     tell: Callable[[Reduction, bool], None] | None = None
     nbytes: int = 0
     reductions: list[Reduction] = field(default_factory=list)
-    error: RuntimeError | None = None
 
     def reraise(self, error: RuntimeError, reduction: Reduction) -> NoReturn:
-        self.error = error
         present, params = reduction.plan.present, reduction.bucket.params
         names = [params[i].fqn for i in present[:3]] + (["..."] if len(present) > 3 else [])
         what = f"the reduction of gradients of unit '{self.unit_name}' ({', '.join(names)})"
@@ -518,8 +515,6 @@ class ReductionsInFlight:
 
     def _complete_oldest(self, streams: Streams) -> None:
         launched = self._launched[0]
-        if launched.error is not None:
-            raise launched.error
         while launched.reductions:
             # It stays until it is complete: where a user's hook raises, it and those behind it are
             # discarded.

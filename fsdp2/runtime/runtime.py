@@ -440,9 +440,21 @@ class Runtime(Followed):
             gradients.holds_partial_sums = not config.all_reduce_grads
         self.on.backward_reduced()
 
+    def complete_reductions(self) -> None:
+        """Wait for the reductions in flight, and attach ``.grad``.
+
+        If one of them raises, or a hook of a user's, the tree is as after a backward that raised:
+        what comes next resets it. To wait again would attach what was not reduced.
+        """
+        try:
+            self.reductions.complete(self.streams)
+        except Exception:
+            self.in_backward = True
+            raise
+
     def complete_iteration(self) -> None:
         """Wait for the reductions. Afterwards users may look at ``.grad``."""
-        self.reductions.complete(self.streams)
+        self.complete_reductions()
         self.reductions.attached.clear()
         self.reductions.added.clear()
         self.backward.in_iteration = False
@@ -502,7 +514,10 @@ class Runtime(Followed):
         put(given)
 
     def check_root(self, unit: Unit, method: str) -> None:
-        """Raises RuntimeError if ``method``, which was called on ``unit``, is about whole trees."""
+        """
+        Raises:
+            RuntimeError: if ``unit``, on which ``method`` was called, is not the root.
+        """
         if self.root is not unit:
             raise RuntimeError(
                 f"{method} must be called on the root FSDP module '{self.root.name}', not on "
@@ -543,7 +558,7 @@ class Runtime(Followed):
             for param in (param for unit in self.units for param in unit.params):
                 param.sharded.grad = None
         # After a failed forward: what is in flight is of earlier backwards, which were good.
-        self.reductions.complete(self.streams)
+        self.complete_reductions()
         for unit in self.units:
             if unit.state is not State.SHARDED:
                 unit.param_group.freezing.adopt()  # done since, to what is gathered

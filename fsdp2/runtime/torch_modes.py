@@ -91,15 +91,15 @@ class FunctionMode(Protocol):
         """A context in which the mode sees nothing."""
 
     def replaced(self, given: Any, made: Any) -> None:
-        """Tensors in ``given`` have others in their places now, those in ``made``."""
+        """``made`` are the tensors that replace those in ``given``."""
 
 
-# Each finds its mode if that is active; asked only while any torch function mode is.
+# Each returns its mode if that is active; asked only while any torch function mode is.
 function_modes: list[Callable[[], FunctionMode | None]] = []
 
 
 def function_mode() -> FunctionMode | None:
-    """The one that is active, if any is."""
+    """The one that is active, if any."""
     if not torch._C._len_torch_function_stack():
         return None
     return next(filter(None, (find() for find in function_modes)), None)

@@ -207,7 +207,7 @@ class Gather:
         call, where the transport can."""
         param_group = self._param_group
         to_gather: dict[Transport, list[tuple[GatherPlan, int]]] = {}
-        group = param_group.mesh.shard_group
+        group, is_prepared = param_group.mesh.shard_group, False
         try:
             for index in indices:
                 transports = param_group.transports[index]
@@ -217,6 +217,7 @@ class Gather:
                     assert plan is not None
                     tagged = (plan, param_group.gather_tags[index])
                     to_gather.setdefault(transport, []).append(tagged)
+            is_prepared = True
             for transport, plans in to_gather.items():
                 group = transport.group
                 gathers: Sequence[tuple[GatherPlan | GatherBatch, int]] = plans
@@ -230,8 +231,8 @@ class Gather:
             # What has been launched still writes: into memory that the next gather reads, and its
             # own wait would come in the place of the next one's.
             self.abandon()
-            for index in indices:
-                param_group.buckets[index].free()
+            if not is_prepared:  # no memory; later, messages that nobody waits for may write there
+                self._free(indices)
             if isinstance(error, RuntimeError):
                 reraise(error, self._describe(), group)
             raise
@@ -241,6 +242,13 @@ class Gather:
             bucket = param_group.buckets[index]
             bucket.cache_valid = bucket.cached  # not where a launch raised: it has to be gathered
             if bucket.gathered is not None and bucket.gathered.offload_buffer is not None:
+                bucket.gathered.free_offload_buffer()
+
+    def _free(self, indices: Sequence[int]) -> None:
+        """Free what `_prepare` has allocated for these buckets."""
+        for bucket in (self._param_group.buckets[index] for index in indices):
+            bucket.free()
+            if bucket.gathered is not None:
                 bucket.gathered.free_offload_buffer()
 
     def _prepare(

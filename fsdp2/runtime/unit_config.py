@@ -28,8 +28,8 @@ class UnitConfig:
         reshard_after_backward: whether parameters are freed after backward.
         unshard_in_backward: whether they are gathered for backward.
         keep_unsharded_storage: whether gathered parameters keep their memory when they are freed.
-        keep_frozen: which frozen parameters may stay gathered, for the part that decides it; None:
-            none.
+        keep_frozen: the limit for frozen parameters that stay gathered, of the part that chooses
+            them; None: none do.
         max_gathered_bytes: limit on what a tree may hold gathered; of the root only.
         strategy: the name passed to `shard_model`; only displayed.
         gathered_once: parameters stay gathered after a backward without gradient sync.

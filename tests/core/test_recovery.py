@@ -15,6 +15,7 @@ from torch.autograd.function import FunctionCtx
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fsdp2.runtime.unit import unit_of
 from fsdp2.sharding.bucket import Bucket
+from fsdp2.sharding.gathered import GatheredStorage
 from harness import cached_mesh, cpu_only, distributed, ours_only
 from models import Case, normal_batch
 from reference import (
@@ -488,13 +489,19 @@ def test_parameters_that_are_gathered_by_hand_after_a_backward_that_raised() -> 
 
 @ours_only("the memory of a unit that is not gathered")
 @distributed(2)
-def test_a_gather_that_raises_keeps_no_memory() -> None:
+def test_a_gather_without_memory_keeps_none() -> None:
     """Whoever catches it, and goes on with less, needs that."""
     model, plain = pair(FRAGILE)
     run_both(FRAGILE, model, plain, 0)
     buckets = unit_of(model[1]).buckets
-    (transports,) = set(unit_of(model[1]).param_group.transports)
-    failing = mock.patch.object(transports.gather, "all_gather", side_effect=RuntimeError("full"))
+    allocate = GatheredStorage.allocate
+
+    def fails(gathered: GatheredStorage) -> None:
+        allocate(gathered)
+        if any(gathered is bucket.gathered for bucket in buckets):
+            raise RuntimeError("full")
+
+    failing = mock.patch.object(GatheredStorage, "allocate", fails)
     with failing, pytest.raises(RuntimeError, match="full"):
         model(*FRAGILE.batch(1, dist.get_rank(), torch.float64))
     assert [bucket.allocated_bytes for bucket in buckets] == [0] * len(buckets)
