@@ -83,7 +83,7 @@ class Finalization(TreePart):
             try:
                 runtime.reduce_left()
             except Exception:
-                runtime.in_backward = True  # as after a backward that raised
+                runtime.give_up()
                 raise
             finally:
                 runtime.held_open, runtime.is_last_backward = True, last

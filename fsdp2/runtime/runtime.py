@@ -441,16 +441,19 @@ class Runtime(Followed):
         self.on.backward_reduced()
 
     def complete_reductions(self) -> None:
-        """Wait for the reductions in flight, and attach ``.grad``.
-
-        If one of them raises, or a hook of a user's, the tree is as after a backward that raised:
-        what comes next resets it. To wait again would attach what was not reduced.
-        """
+        """Wait for the reductions in flight, and attach ``.grad``."""
         try:
             self.reductions.complete(self.streams)
         except Exception:
-            self.in_backward = True
+            self.give_up()
             raise
+
+    def give_up(self) -> None:
+        """A reduction has failed, or a user's hook: the tree is as after a backward that raised.
+
+        What comes next resets it. To wait again would attach what was not reduced.
+        """
+        self.in_backward = True
 
     def complete_iteration(self) -> None:
         """Wait for the reductions. Afterwards users may look at ``.grad``."""
