@@ -9,12 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DeviceMesh
 
 from ..comm.mesh_transports import CommOptions
-from ..policy import (
-    DataParallelMeshDims,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    adopt_offload_policy,
-)
+from ..policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, adopt_offload_policy
 from ..runtime.unit_config import UnitConfig
 from ..sharding.mesh import replicated, resolve_mesh
 from ..transports.compressed.policy import CommPolicy

@@ -15,12 +15,7 @@ import torch
 from torch import nn
 
 from ..features.secondary_shards import secondary_layout
-from ..policy import (
-    MixedPrecisionPolicy,
-    compute_dtype,
-    sum_dtype,
-    wire_dtype,
-)
+from ..policy import MixedPrecisionPolicy, compute_dtype, sum_dtype, wire_dtype
 from ..sharding.gradients import ReducePlan
 from ..sharding.layout import BucketLayout, plan_bucket
 from ..transports.compressed.policy import CommPolicy, hops_of

@@ -33,7 +33,7 @@ class GradientReductionHandle:
         self._finish = finish
 
     def wait(self) -> None:
-        """Wait until ``.grad`` of all sharded parameters is complete. Then it does nothing.
+        """Wait until ``.grad`` of all sharded parameters is complete; once it is, do nothing.
 
         Raises:
             RuntimeError: if a reduction failed, or `FSDPModule.reset_iter_state` dropped these
@@ -82,16 +82,16 @@ class Finalization(TreePart):
             runtime.held_open, runtime.is_last_backward = False, True
             try:
                 runtime.reduce_left()
+                if wait:
+                    runtime.complete_iteration()
+                # Units are freed at once: a reduction holds what it reads. Only ``.grad`` waits
+                # for the handle.
+                runtime.free_units()
             except Exception:
                 runtime.give_up()
                 raise
             finally:
                 runtime.held_open, runtime.is_last_backward = True, last
-            if wait:
-                runtime.complete_iteration()
-            # Units are freed at once: a reduction holds what it reads. Only ``.grad`` waits for
-            # the handle.
-            runtime.free_units()
         if not wait:
             self.pending = GradientReductionHandle(self._finish)
         return self.pending
@@ -107,7 +107,8 @@ class Finalization(TreePart):
             try:
                 self.runtime.complete_iteration()
             except Exception:
-                self.pending = None  # the next forward resets the tree
+                self.pending = None
+                self.runtime.give_up()
                 raise
             self.pending = None
             self.runtime.synchronize()
@@ -226,7 +227,8 @@ def finalize_backward(self: nn.Module, *, async_op: bool = False) -> GradientRed
 
     Raises:
         RuntimeError: without `set_manual_backward_finalization`, inside backward, if the
-            handle of an earlier call has not been waited for, or if this is not the root.
+            handle of an earlier call has not been waited for, if this is not the root, or if a
+            reduction failed; the next forward then begins anew, as after a backward that raised.
     """
     registry.require(Finalization, "finalize_backward")
     unit = unit_of(self)

@@ -15,12 +15,10 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import AllreduceOptions
 from typing_extensions import override
 
 from ..comm.means import as_real
-from ..comm.streams import wait_for
-from ..common.failures import explained
+from ..common.collectives import sum_over
 from ..runtime.events import TreePart, registry
 from ..runtime.runtime import Runtime, runtime_of
 from ..runtime.unit import Unit
@@ -131,6 +129,9 @@ class PartialGradients(TreePart):
 
     @override
     def backward_abandoned(self, errors: list[RuntimeError]) -> None:
+        for of_unit in self._sums:
+            for param in of_unit.groups:
+                param.sharded.grad = None  # there was none before, and what came is not summed
         self._forget()
 
     def _forget(self) -> None:
@@ -177,10 +178,7 @@ def sum_together(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> N
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         chosen = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.reshape(-1) for tensor in chosen])
-        options = AllreduceOptions()
-        options.asyncOp = False
-        with explained("the sum of gradients over tensor-parallel ranks", group):
-            wait_for([group.allreduce([as_real(flat)], options)])
+        sum_over(group, as_real(flat), "the sum of gradients over tensor-parallel ranks")
         parts = flat.split([tensor.numel() for tensor in chosen])
         torch._foreach_copy_(chosen, [p.view(t.shape) for p, t in zip(parts, chosen, strict=True)])
 

@@ -44,8 +44,8 @@ class GatherEvents:
     """What a unit tells of its gathers: a part of `events.TreePart`."""
 
     def before_compute(self, unit: Unit) -> None:
-        """``unit`` is gathered, and its forward or a recomputation is next. Unlike all others, this
-        is told inside of the torch modes and transforms of the caller."""
+        """A forward or a recomputation is next. Unlike all others, this is told inside of the torch
+        modes and transforms of the caller."""
 
     def gather_requested(self, unit: Unit) -> None:
         """Before anything else of a gather."""

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from ..common.collectives import sum_over
 from ..common.failures import explained
 from ..common.host import boot_id
 
@@ -101,12 +102,8 @@ def connect_group(group: dist.ProcessGroup, device: torch.device) -> None:
     name = os.environ.get("NCCL_HOSTID") or f"{socket.gethostname()} {boot_id()}"
     hosts = torch.zeros(group.size(), dtype=torch.int64, device=device)
     hosts[group.rank()] = zlib.crc32(name.encode())
-    options = c10d.AllreduceOptions()
-    options.asyncOp = False
-    with explained("the first collective of a process group", group), torch.no_grad():
-        work = group.allreduce([hosts], options)
-        if work is not None:
-            work.wait()
+    with torch.no_grad():
+        sum_over(group, hosts, "the first collective of a process group")
     _num_hosts[group] = len(set(hosts.tolist()))
 
 

@@ -10,6 +10,7 @@ import contextlib
 import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -485,6 +486,41 @@ def test_sums_of_a_backward_that_failed_are_forgotten() -> None:
         model.set_is_last_backward(step == 1)
         step_both(mesh, model, plain, step)
     assert_all_same(gradients(model), gradients(plain), "gradient")
+
+
+@ours_only("torch sums at once")
+@pytest.mark.parametrize("where", ["backward", "finalize_backward", "wait"])
+@distributed(4)
+def test_a_late_sum_that_fails_leaves_no_parts_of_gradients(where: str) -> None:
+    (mesh,) = meshes()
+    model, plain = build(mesh)
+    assert isinstance(model, FSDPModule)
+    norms = [name for name, _ in model.named_parameters() if "norm" in name]
+    if where != "backward":
+        model.set_manual_backward_finalization(True)
+        model.set_requires_gradient_sync(False)
+
+    def train() -> None:
+        backward(model, batch_for(mesh, 0, EVEN))
+        model.set_requires_gradient_sync(True)
+        handle = model.finalize_backward(async_op=where == "wait")
+        assert handle is not None
+        handle.wait()
+
+    with (
+        mock.patch.object(deferred, "sum_together", side_effect=ValueError("on purpose")),
+        pytest.raises(ValueError, match="on purpose"),
+    ):
+        train()
+    with torch.no_grad(), losses_in_parallel(True):
+        loss_of(model, batch_for(mesh, 0, EVEN))  # resets the tree
+    parts = {name: model.get_parameter(name).grad for name in norms}
+    model.zero_grad()
+    step_both(mesh, model, plain, 0)
+    if where != "backward":
+        model.finalize_backward()
+    assert_all_same(gradients(model), gradients(plain), "gradient")
+    assert parts == dict.fromkeys(norms)
 
 
 # --------------------------------------------------------------------- state dicts, checkpoints

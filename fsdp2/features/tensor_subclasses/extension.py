@@ -22,12 +22,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import AllreduceOptions
 from torch.distributed.tensor import DeviceMesh
 from typing_extensions import override
 
-from ...comm.streams import wait_for
-from ...common.failures import explained
+from ...common.collectives import sum_over
 from ...dtensor.from_local import local_of
 from ...dtensor.memory import record_gathered
 from ...dtensor.subclasses import inner_tensors, is_wrapper
@@ -326,10 +324,7 @@ class ExtensionBucket(Bucket):
         table = torch.zeros(num_shards, 1 + MAX_TENSORS, dtype=torch.int64, device=self.device)
         table[self.rank, : 1 + len(rows)] = torch.tensor([len(rows), *rows], device="cpu")
         assert group is not None
-        options = AllreduceOptions()
-        options.asyncOp = False
-        with explained(f"the exchange of row numbers of '{self.params[0].fqn}'", group):
-            wait_for([group.allreduce([table], options)])
+        sum_over(group, table, f"the exchange of row numbers of '{self.params[0].fqn}'")
         nums = table[:, 0].tolist()
         if not rows or len({*nums}) == 1:
             return table[:, 1 : 1 + len(rows)].tolist()
