@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -101,6 +102,8 @@ def _check_between_steps(units: Sequence[Unit], runtimes: Sequence[Runtime]) -> 
     for runtime in runtimes:
         runtime.on.before_root_forward()
         runtime.schedule.drop_held()  # of outputs that were dropped
+    if any(unit.awaits_backward for unit in units):
+        gc.collect()  # a compiled step leaves graphs in cycles, as an exception does
     for unit in units:
         if unit.step.running or unit.awaits_backward:
             raise RuntimeError(

@@ -1,8 +1,10 @@
 """Parameters without a gradient are reduced as zeros, for ranks that use different parameters.
 
-All ranks of a reduction must reduce the same parameters of a unit. With `UnitConfig.reduce_unused`
-the kernel reduces no unit before its backward is over, and every unit in each backward; the zeros
-are added here.
+All ranks of a reduction must reduce the same parameters of a unit, equally often, and in the same
+order: NCCL matches collectives by their order. Where ranks use different modules, neither hooks nor
+graphs are the same. So with `UnitConfig.reduce_unused` the kernel reduces every unit at the end of
+each backward, in reverse tree order, and none before. Here, units are reduced earlier in that order
+where nothing more can come to them, and zeros are added.
 """
 
 from __future__ import annotations
@@ -28,7 +30,13 @@ def set_reduce_scatter_unused_params(
     """Set whether parameters without a gradient are reduced as zeros.
 
     For ranks that use different parameters (experts, modalities): all ranks must reduce the
-    same parameters of a unit. Units that did not run at all take part at the end of backward.
+    same parameters of a unit. Each unit is reduced once per backward, in reverse tree order, and
+    earlier than at the end only where all units before it in that order are complete. Units that
+    did not run at all take part.
+
+    All ranks must run the same units in the same order, in backward too: a checkpoint must not
+    recompute units together with modules that only some ranks use. A checkpoint inside of a unit
+    is fine.
 
     Args:
         reduce_scatter_unused_params: must be equal on all ranks.
@@ -47,12 +55,27 @@ class UnusedParameters(TreePart):
 
     runtime: Runtime
     _accumulated_in: object = None  # the last backward that accumulated gradients of any unit
+    _left: tuple[Unit, ...] = ()  # not reduced in this backward, in tree order
 
     @override
     @classmethod
     def of(cls, runtime: Runtime) -> Self | None:
         units = runtime.units
         return cls(runtime) if any(unit.config.reduce_unused for unit in units) else None
+
+    @override
+    def backward_begins(self) -> None:
+        self._left = tuple(unit for unit in self.runtime.units if unit.config.reduce_unused)
+
+    @override
+    def backward_leaves(self, unit: Unit) -> None:
+        """Reduce those that are next in the order of all ranks, as far as they are complete."""
+        if self.runtime.held_open:
+            return  # more backwards may come
+        while self._left and _is_complete(self._left[-1]):
+            *left, last = self._left
+            self._left = tuple(left)
+            self.runtime.reduce(last)
 
     @override
     def backward_enters(
@@ -95,6 +118,13 @@ class UnusedParameters(TreePart):
     @override
     def gradients_dropped(self, unit: Unit) -> None:
         unit.of_parts.pop(UnusedParameters, None)
+
+
+def _is_complete(unit: Unit) -> bool:
+    """Whether no gradients of ``unit`` can come any more in this backward."""
+    step = unit.step
+    over = not (step.running or step.backward_began or step.is_read_outside or unit.awaits_backward)
+    return over and unit.config.reduce_grads and unit.param_group.materialized
 
 
 def _no_dtype(bucket: Bucket) -> ValueError:

@@ -344,7 +344,8 @@ class Runtime(Followed):
         runs_next = step.next_in_backward is unit
         if runs_next and len(unit.modules) > 1:
             return  # another module of the group: their gradients are reduced together
-        self.reduce(unit)
+        if not (unit.config.reduce_unused and unit.config.reduce_grads):
+            self.reduce(unit)  # else each unit once, in an order that all ranks have
         if not runs_next and not step.running:
             if self.residency.frees_after_backward(unit, self.backward):
                 unit.reshard(self.streams)

@@ -200,8 +200,9 @@ def test_when_units_cannot_be_merged() -> None:
         merge_units(model, min_bytes=1000)
 
 
+@pytest.mark.parametrize("in_cycle", [False, True])
 @distributed(2)
-def test_units_are_merged_after_a_forward_whose_outputs_were_dropped() -> None:
+def test_units_are_merged_after_a_forward_whose_outputs_were_dropped(in_cycle: bool) -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     for layer in model:
         fully_shard(layer)
@@ -209,6 +210,10 @@ def test_units_are_merged_after_a_forward_whose_outputs_were_dropped() -> None:
     output = model(torch.randn(2, 4))
     with pytest.raises(RuntimeError, match="between forward and backward of unit"):
         merge_units(model, min_bytes=1000)
+    if in_cycle:  # as compiled code and exceptions leave graphs
+        cycle: list[Any] = [output]
+        cycle.append(cycle)
+        del cycle
     del output
     assert merge_units(model, min_bytes=1000).merged == (("0", "1", "2"),)
 

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp2 import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
-from harness import cached_mesh, cpu_only, distributed, ours_only
+from harness import RUNS_ON_TORCH, cached_mesh, cpu_only, distributed, ours_only
 from models import BY_NAME, MLP, TRANSFORMER, normal_batch, square_loss
 from reference import (
     assert_same,
@@ -28,6 +29,10 @@ from reference import (
     shard_case,
     whole,
 )
+
+if not RUNS_ON_TORCH:
+    from fsdp2.runtime.runtime import Runtime
+    from fsdp2.runtime.unit import Unit
 
 
 @contextlib.contextmanager
@@ -220,6 +225,67 @@ def test_ranks_that_use_different_parameters_of_a_unit(grad_input: bool) -> None
         average_gradients(plain)
         assert_same_gradients(model, plain)
         assert all(p.grad is not None for p in model.parameters())
+        model.zero_grad()
+        plain.zero_grad()
+
+
+class Skipped(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Passes(nn.Module):
+    """Backward crosses the borders of ``skipped`` on one rank only: on the other they are gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.skipped, self.last = nn.Linear(4, 4), Skipped(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = self.skipped(x)
+            if dist.get_rank() == 1:
+                x.mul_(2)
+        return self.last(x)
+
+
+@ours_only("torch's ranks wait for each other")
+@distributed(2)
+def test_each_unit_is_reduced_once_in_an_order_that_all_ranks_have() -> None:
+    torch.manual_seed(0)
+    plain, model = Passes().double(), Passes().double()
+    model.load_state_dict(plain.state_dict())
+    for unit in (model.first, model.skipped, model.last, model):
+        fully_shard(unit)
+    assert isinstance(model, FSDPModule)
+    model.set_reduce_scatter_unused_params(True)
+    for step in range(2):
+        reduced: list[tuple[str, bool]] = []
+        reduce = Runtime.reduce
+
+        def noted(
+            runtime: Runtime,
+            unit: Unit,
+            *,
+            reduced: Any = reduced,
+            reduce: Any = reduce,
+            **how: Any,
+        ) -> None:
+            reduced.append((unit.name, how.get("final", False)))
+            reduce(runtime, unit, **how)
+
+        with mock.patch.object(Runtime, "reduce", noted):
+            for each in (plain, model):
+                each(torch.full((2, 4), step + 1.0, dtype=torch.float64)).sum().backward()
+        assert [name for name, _ in reduced] == ["last", "skipped", "first", "(root)"]
+        in_backward = [name for name, at_end in reduced if not at_end]
+        # The other has no hook that tells when backward has left `skipped`.
+        assert in_backward == (["last"] if dist.get_rank() else ["last", "skipped"])
+        average_gradients(plain)
+        plain.skipped.weight.grad = torch.zeros(4, 4, dtype=torch.float64)
+        plain.skipped.bias.grad = torch.zeros(4, dtype=torch.float64)
+        assert_same_gradients(model, plain)
         model.zero_grad()
         plain.zero_grad()
 

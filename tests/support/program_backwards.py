@@ -447,10 +447,17 @@ class Backwards(Pair):
         if any(policy is not None and policy.error_feedback for policy in policies):
             return  # what earlier gradients have left follows, where this one is zero, too
         model.set_reduce_scatter_unused_params(True)
+        # Units that are recomputed in one region with them would be gathered at other moments.
+        in_one_region = {
+            inner
+            for node in nodes(model)
+            if node.layer.recomputed and len(units_in(node)) > isinstance(node, FSDPModule)
+            for inner in nodes(node)
+        }
         free = [
-            pair
-            for pair in zip(nodes(self.plain), nodes(model), strict=True)
-            if not any(isinstance(module, FSDPModule) for module in pair[1].modules())
+            (plain, node)
+            for plain, node in zip(nodes(self.plain), nodes(model), strict=True)
+            if not units_in(node) and node not in in_one_region
         ]
         if free:
             for node in free[number % len(free)]:
