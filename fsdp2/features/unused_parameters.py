@@ -20,7 +20,6 @@ from ..runtime.runtime import Runtime, runtime_of
 from ..runtime.states import State
 from ..runtime.unit import Forward, Unit, unit_of, units_in
 from ..runtime.unit_grads import Taken
-from ..sharding.bucket import Bucket
 from ..sharding.param import ShardedParam
 
 
@@ -55,27 +54,27 @@ class UnusedParameters(TreePart):
 
     runtime: Runtime
     _accumulated_in: object = None  # the last backward that accumulated gradients of any unit
-    _left: tuple[Unit, ...] = ()  # not reduced in this backward, in tree order
+    _num_passed = 0  # of the units, from the last one on
 
     @override
     @classmethod
     def of(cls, runtime: Runtime) -> Self | None:
-        units = runtime.units
-        return cls(runtime) if any(unit.config.reduce_unused for unit in units) else None
-
-    @override
-    def backward_begins(self) -> None:
-        self._left = tuple(unit for unit in self.runtime.units if unit.config.reduce_unused)
+        return cls(runtime) if any(unit.config.reduce_unused for unit in runtime.units) else None
 
     @override
     def backward_leaves(self, unit: Unit) -> None:
-        """Reduce those that are next in the order of all ranks, as far as they are complete."""
-        if self.runtime.held_open:
-            return  # more backwards may come
-        while self._left and _is_complete(self._left[-1]):
-            *left, last = self._left
-            self._left = tuple(left)
-            self.runtime.reduce(last)
+        """Reduce the next units in the order of all ranks, as far as they are complete."""
+        for each in self.runtime.units[-1 - self._num_passed :: -1]:
+            step, group = each.step, each.param_group
+            if each.config.reduce_unused and not step.reduced:
+                # Backward may come to any graph that there is, also for a second time.
+                graphs = [graph for ref in step.forwards if (graph := ref()) is not None]
+                over = all(graph.entered is self.runtime.backward for graph in graphs)
+                over = over and not (step.running or step.backward_began or step.is_read_outside)
+                if not over or group.dirty or not group.materialized:
+                    return
+                self.runtime.reduce(each, keep=self.runtime.held_open)
+            self._num_passed += 1
 
     @override
     def backward_enters(
@@ -91,7 +90,12 @@ class UnusedParameters(TreePart):
         trained = unit.of_parts.get(UnusedParameters, frozenset())
         for bucket, grads in zip(unit.buckets, taken, strict=True):
             if unit.gradients.follows_autograd(bucket):
-                raise _no_dtype(bucket)
+                raise ValueError(
+                    "Reducing unused parameters with grad_dtype=None requires an explicit "
+                    "MixedPrecisionPolicy.reduce_dtype so that every rank can build zero gradients "
+                    f"of the same dtype: {', '.join(p.fqn for p in bucket.params)}. Set "
+                    "reduce_dtype to the dtype its gradients already have"
+                )
             dtype = next(iter(grads.values())).dtype if grads else bucket.gather_dtype
             for i, param in enumerate(bucket.params):
                 if i not in grads and (param.sharded.requires_grad or param in trained):
@@ -100,10 +104,9 @@ class UnusedParameters(TreePart):
     @override
     def backward_reduced(self) -> None:
         runtime = self.runtime
+        self._num_passed = 0
         accumulates = self._accumulated_in is runtime.backward
-        for unit in runtime.units:
-            if not unit.config.reduce_unused:
-                continue
+        for unit in (unit for unit in runtime.units if unit.config.reduce_unused):
             if runtime.ends_iteration or not accumulates:
                 # Ranks come to other units, and must agree on what may be freed.
                 runtime.on.gradients_apart(unit, accumulates)
@@ -118,22 +121,6 @@ class UnusedParameters(TreePart):
     @override
     def gradients_dropped(self, unit: Unit) -> None:
         unit.of_parts.pop(UnusedParameters, None)
-
-
-def _is_complete(unit: Unit) -> bool:
-    """Whether no gradients of ``unit`` can come any more in this backward."""
-    step = unit.step
-    over = not (step.running or step.backward_began or step.is_read_outside or unit.awaits_backward)
-    return over and unit.config.reduce_grads and unit.param_group.materialized
-
-
-def _no_dtype(bucket: Bucket) -> ValueError:
-    return ValueError(
-        "Reducing unused parameters with grad_dtype=None requires an explicit "
-        "MixedPrecisionPolicy.reduce_dtype so that every rank can build zero gradients of "
-        f"the same dtype: {', '.join(p.fqn for p in bucket.params)}. Set reduce_dtype to "
-        "the dtype its gradients already have"
-    )
 
 
 registry.add(UnusedParameters)

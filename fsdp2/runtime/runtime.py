@@ -249,7 +249,7 @@ class Runtime(Followed):
         self.begin_backward()
         self.on.backward_enters(unit, forward, accumulates)
         config, step = unit.config, unit.step
-        entered = self.schedule.enter(unit, forward)
+        entered = self.schedule.enter(unit, forward, self.backward)
         if step.backward_began:
             if unit.state not in GATHERED and config.unshard_in_backward:
                 unit.unshard(self.streams)
@@ -344,8 +344,8 @@ class Runtime(Followed):
         runs_next = step.next_in_backward is unit
         if runs_next and len(unit.modules) > 1:
             return  # another module of the group: their gradients are reduced together
-        if not (unit.config.reduce_unused and unit.config.reduce_grads):
-            self.reduce(unit)  # else each unit once, in an order that all ranks have
+        if not unit.config.reduce_unused:
+            self.reduce(unit)  # else once, in an order that all ranks have
         if not runs_next and not step.running:
             if self.residency.frees_after_backward(unit, self.backward):
                 unit.reshard(self.streams)

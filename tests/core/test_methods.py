@@ -235,7 +235,9 @@ class Skipped(nn.Linear):
 
 
 class Passes(nn.Module):
-    """Backward crosses the borders of ``skipped`` on one rank only: on the other they are gone."""
+    """Backward does not cross the borders of ``skipped`` on the rank where they are ``gone``."""
+
+    gone = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,16 +247,19 @@ class Passes(nn.Module):
         x = self.first(x)
         for _ in range(2):
             x = self.skipped(x)
-            if dist.get_rank() == 1:
+            if self.gone:
                 x.mul_(2)
         return self.last(x)
 
 
 @ours_only("torch's ranks wait for each other")
+@pytest.mark.parametrize("num_backwards", [1, 2])
 @distributed(2)
-def test_each_unit_is_reduced_once_in_an_order_that_all_ranks_have() -> None:
+def test_each_unit_is_reduced_once_in_an_order_that_all_ranks_have(num_backwards: int) -> None:
     torch.manual_seed(0)
     plain, model = Passes().double(), Passes().double()
+    # (Not with two backwards: the second one gathers where it comes to a border.)
+    plain.gone = model.gone = num_backwards == 1 and dist.get_rank() == 1
     model.load_state_dict(plain.state_dict())
     for unit in (model.first, model.skipped, model.last, model):
         fully_shard(unit)
@@ -277,11 +282,19 @@ def test_each_unit_is_reduced_once_in_an_order_that_all_ranks_have() -> None:
 
         with mock.patch.object(Runtime, "reduce", noted):
             for each in (plain, model):
-                each(torch.full((2, 4), step + 1.0, dtype=torch.float64)).sum().backward()
-        assert [name for name, _ in reduced] == ["last", "skipped", "first", "(root)"]
+                output = each(torch.full((2, 4), step + 1.0, dtype=torch.float64))
+                for _ in range(num_backwards):
+                    output.sum().backward(retain_graph=num_backwards > 1)
+        order = ["last", "skipped", "first", "(root)"]
+        assert [name for name, _ in reduced] == num_backwards * order
         in_backward = [name for name, at_end in reduced if not at_end]
-        # The other has no hook that tells when backward has left `skipped`.
-        assert in_backward == (["last"] if dist.get_rank() else ["last", "skipped"])
+        # Only here nothing more can come to them. (`first` ends with the backward.)
+        early = {
+            (1, False): ["last", "skipped"],
+            (1, True): ["last"],
+            (2, False): ["last", "skipped"],
+        }
+        assert in_backward == early[num_backwards, model.gone]
         average_gradients(plain)
         plain.skipped.weight.grad = torch.zeros(4, 4, dtype=torch.float64)
         plain.skipped.bias.grad = torch.zeros(4, dtype=torch.float64)
