@@ -41,13 +41,13 @@ HAS_XDIST := import importlib.util, sys; sys.exit(importlib.util.find_spec("xdis
 PARALLEL = $(shell $(PY) -c '$(HAS_XDIST)' && printf %s '-n auto --dist loadfile --no-loadscope-reorder')
 
 # Hundreds of processes of the tests import the package; without bytecode each compiles it anew.
-check test test-all test-device test-versions cuda: export PYTHONDONTWRITEBYTECODE :=
+check test test-ci test-all test-device test-versions cuda: export PYTHONDONTWRITEBYTECODE :=
 
 TRAIN_ARGS = $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train train-2d train-pipeline train-moe train-resnet train-weather \
-	train-recommender check test test-all test-versions test-device cuda lint format dist-check bench \
+	train-recommender check test test-ci test-all test-versions test-device cuda lint format dist-check bench \
 	bench-gpu gpu bench-ckpt bench-clip bench-estimate bench-choosing bench-faults bench-policies bench-links \
 	bench-offload bench-uneven optimizers subclasses docs clean
 
@@ -88,7 +88,10 @@ check: $(FOR_DEV)  ## lint, and run for two minutes the tests nearest to what ch
 	$(PY) -m mypy
 	$(PY) tools/check.py $(if $(BASE),--base $(BASE)) $(PARALLEL) $(ARGS)
 
-test: $(FOR_TEST)  ## run the tests, each on one of its world sizes
+test: $(FOR_TEST)  ## run each test, with as many of its cases as fit in a second
+	$(PY) -m pytest $(PARALLEL) --sample $(ARGS)
+
+test-ci: $(FOR_TEST)  ## run the tests with all cases, each on one of its world sizes
 	$(PY) -m pytest $(PARALLEL) $(ARGS)
 
 test-all: $(FOR_CLIENTS) $(FOR_DOCS)  ## run the tests on all world sizes, their long versions, test-device

@@ -4,7 +4,6 @@ the number of test files that run at once and their order, and the end of proces
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -28,6 +27,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
     parser.addoption(
+        "--sample",
+        action="store_true",
+        help="of each test only as many cases as fit in a second, and no nets (durations.py)",
+    )
+
+    parser.addoption(
         "--record-durations",
         action="store_true",
         help="write to tests/support/durations.json how long each file took",
@@ -48,6 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["FSDP2_TEST_DEVICE"] = harness.DEVICE = device
     if path := os.environ.get(run_log.VARIABLE):
         config.pluginmanager.register(run_log.RunLog(path))
+    if config.getoption("--record-durations") and config.getoption("--sample"):
+        raise pytest.UsageError("--record-durations wants all cases: make test-ci")
     if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(durations.Recorder(durations.FILE, config.rootpath))
     harness.start_chaos()
@@ -55,19 +62,25 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves the long tests out unless the -m expression asks for them, and with
-    ``--torch-versions`` the files that do not depend on it."""
+    ``--torch-versions`` the files that do not depend on it; ``--sample`` leaves out cases."""
+    named = any("::" in argument for argument in config.args) or config.getoption("-k")
     if "long" not in config.getoption("-m"):
         _keep(config, items, lambda item: not item.get_closest_marker("long"))
-        by_name = any("::" in argument for argument in config.args)
-        if not by_name and not config.getoption("-k"):
+        if not named:
             left_out = _other_world_sizes(items)
             _keep(config, items, lambda item: item not in left_out)
     if config.getoption("--torch-versions"):
         here = Path(__file__).parent
         files = {here / name for name in DEPEND_ON_TORCH_VERSION}
         _keep(config, items, lambda item: item.path in files)
+    sampled = config.getoption("--sample") and not named
+    if sampled:
+        _keep(config, items, lambda item: not item.get_closest_marker("net"))
+        cases = durations.left_out_of_sample(items, durations.load())
+        _keep(config, items, lambda item: item not in cases)
     if hasattr(config, "workerinput"):  # of pytest-xdist
-        items[:] = durations.longest_first(items, json.loads(durations.FILE.read_text()))
+        seconds = durations.of_files(durations.load(), sampled=sampled)
+        items[:] = durations.longest_first(items, seconds)
 
 
 def _other_world_sizes(items: list[pytest.Item]) -> set[pytest.Item]:

@@ -16,14 +16,14 @@ nothing about the tests that use it. The tests are ranked:
 3. the others by their distance in the graph.
 
 Of equally near files, those go first that mention more of the names that the changed files define,
-then those that take less time (``tests/support/durations.json``). What is left out is listed.
+then those that take less time (``tests/support/durations.json``). What is left out is listed. Of
+each test, as many cases run as in ``make test``.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import json
 import os
 import re
 import subprocess
@@ -34,9 +34,12 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests/support"))
+
+from durations import load, of_files  # noqa: E402 (of the tests)
+
 FOLDERS = ("fsdp2", "benchmarks", "examples", "tests", "tools")
 FACES = ("/__init__.py", "/harness.py")  # what they import says nothing about who imports them
-DURATIONS = "tests/support/durations.json"
 ALWAYS = ("tests/unit/test_layers.py", "tests/tools/test_structure.py")
 UNKNOWN_S = 10.0  # a test file whose duration was never recorded
 START_S = 15.0  # imports and collection, before the first test
@@ -203,7 +206,7 @@ def main() -> int:
     base = args.base or default_base()
     found = git("diff", "--name-only", "--no-renames", base)
     changed = sorted({*found, *git("ls-files", "--others", "--exclude-standard")} - {""})
-    durations = json.loads((ROOT / DURATIONS).read_text())
+    durations = of_files(load(), sampled=True)
     workers = min(os.cpu_count() or 1, 4) if "-n" in options else 1
     choices = rank(Graph(ROOT, changed), changed, durations)
     runs, left_out = fitting(choices, workers * (args.seconds - START_S))
@@ -216,7 +219,14 @@ def main() -> int:
     print(textwrap.indent(textwrap.fill(names, 96), "    "), flush=True)
     if args.list or not runs:
         return 0
-    command = [sys.executable, "-m", "pytest", *options, *(choice.name for choice in runs)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--sample",
+        *options,
+        *(choice.name for choice in runs),
+    ]
     return subprocess.run(command, cwd=ROOT).returncode
 
 

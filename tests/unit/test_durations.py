@@ -1,4 +1,4 @@
-"""The order in which test files run, and the record that it rests on."""
+"""The order in which test files run, samples of their cases, and the record that both rest on."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from durations import FILE, Recorder, longest_first
+import pytest
+
+from durations import Recorder, left_out_of_sample, load, longest_first, of_files
 
 ROOT = Path(__file__).parents[2]
 
 
+class Item(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
 def items(*names: str) -> list[Any]:
-    return [SimpleNamespace(nodeid=name) for name in names]
+    return [Item(nodeid=name) for name in names]
 
 
 def test_long_files_go_first_and_their_tests_stay_in_order() -> None:
@@ -27,16 +33,39 @@ def test_a_run_is_added_to_what_was_recorded(tmp_path: Path) -> None:
     for name in ("a.py", "b.py", "c.py"):
         (tmp_path / name).touch()
     file = tmp_path / "durations.json"
-    file.write_text(json.dumps({"a.py": 7.0, "b.py": 5.0, "gone.py": 3.0}))
+    file.write_text(json.dumps({"a.py": {"one": [1, 7.0]}, "b.py": {}, "gone.py": {}}))
     recorder: Any = Recorder(file, tmp_path)
-    for nodeid, seconds in [("b.py::one", 1.0), ("b.py::two", 2.25), ("c.py::one", 0.01)]:
+    for nodeid, seconds in [
+        ("b.py::one[x]", 1.0),
+        ("b.py::one[x]", 0.5),  # its teardown
+        ("b.py::one[y]", 1.0),
+        ("b.py::Class::two", 2.25),
+        ("c.py::one", 0.01),
+    ]:
         recorder.pytest_runtest_logreport(SimpleNamespace(nodeid=nodeid, duration=seconds))
     recorder.pytest_sessionfinish()
-    assert json.loads(file.read_text()) == {"a.py": 7.0, "b.py": 3.2, "c.py": 0.1}
+    recorded = json.loads(file.read_text())
+    assert recorded == {
+        "a.py": {"one": [1, 7.0]},
+        "b.py": {"one": [2, 2.5], "Class::two": [1, 2.2], "": [0, 0.1]},
+        "c.py": {"": [0, 0.1]},
+    }
+    assert of_files(recorded) == pytest.approx({"a.py": 7.0, "b.py": 4.8, "c.py": 0.1})
+    assert of_files(recorded, sampled=True)["b.py"] == pytest.approx(3.55)
+
+
+def test_cases_of_a_sample() -> None:
+    cases = [f"a.py::one[{i}]" for i in range(10)]
+    given = items(*cases, "a.py::slow[x]", "a.py::slow[y]", "a.py::new[x]", "b.py::new[x]")
+    recorded = {"a.py": {"one": [20, 8.0], "slow": [2, 9.0], "": [0, 0.1]}}
+    left_out = left_out_of_sample(given, recorded)
+    kept = [item.nodeid for item in given if item not in left_out]
+    # 0.4 s a case; at least one of each test; what is not recorded runs whole.
+    assert kept == [cases[0], cases[5], "a.py::slow[x]", "a.py::new[x]", "b.py::new[x]"]
+    assert left_out_of_sample(given, {}) == set()
 
 
 def test_nearly_all_files_are_recorded() -> None:
-    """Few are new or renamed since: the order is worth something."""
-    recorded = json.loads(FILE.read_text()).keys()
+    """Few are new or renamed since: the order is worth something, and samples are small."""
     there = {str(p.relative_to(ROOT)) for p in (ROOT / "tests").rglob("test_*.py")}
-    assert len(there & recorded) > 0.8 * len(there)
+    assert len(there & load().keys()) > 0.8 * len(there)
