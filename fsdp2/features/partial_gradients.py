@@ -129,8 +129,6 @@ class PartialGradients(TreePart):
 
     @override
     def backward_abandoned(self, errors: list[RuntimeError]) -> None:
-        for param in (param for of_unit in self._sums for param in of_unit.groups):
-            param.sharded.grad = None  # there was none before, and what came is not summed
         self._forget()
 
     def _forget(self) -> None:

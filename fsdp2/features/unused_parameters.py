@@ -1,10 +1,8 @@
 """Parameters without a gradient are reduced as zeros, for ranks that use different parameters.
 
-All ranks of a reduction must reduce the same parameters of a unit, equally often, and in the same
-order: NCCL matches collectives by their order. Where ranks use different modules, neither hooks nor
-graphs are the same. So with `UnitConfig.reduce_unused` the kernel reduces every unit at the end of
-each backward, in reverse tree order, and none before. Here, units are reduced earlier in that order
-where nothing more can come to them, and zeros are added.
+All ranks of a reduction must reduce the same parameters of a unit. With `UnitConfig.reduce_unused`
+the kernel reduces no unit before its backward is over, and every unit in each backward; the zeros
+are added here.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from ..runtime.runtime import Runtime, runtime_of
 from ..runtime.states import State
 from ..runtime.unit import Forward, Unit, unit_of, units_in
 from ..runtime.unit_grads import Taken
+from ..sharding.bucket import Bucket
 from ..sharding.param import ShardedParam
 
 
@@ -29,13 +28,12 @@ def set_reduce_scatter_unused_params(
     """Set whether parameters without a gradient are reduced as zeros.
 
     For ranks that use different parameters (experts, modalities): all ranks must reduce the
-    same parameters of a unit. Each unit is reduced once per backward, in reverse tree order, and
-    earlier than at the end only where all units before it in that order are complete. Units that
-    did not run at all take part.
+    same parameters of a unit. Units that did not run at all take part at the end of backward.
 
-    All ranks must run the same units in the same order, in backward too: a checkpoint must not
-    recompute units together with modules that only some ranks use. A checkpoint inside of a unit
-    is fine.
+    All ranks must still run the same units in the same order, in forward and in backward. So a
+    checkpoint must not recompute units together with modules that only some ranks use (a checkpoint
+    inside of a unit is fine), and the output of a unit must not be changed in place on some ranks
+    only.
 
     Args:
         reduce_scatter_unused_params: must be equal on all ranks.
@@ -54,27 +52,12 @@ class UnusedParameters(TreePart):
 
     runtime: Runtime
     _accumulated_in: object = None  # the last backward that accumulated gradients of any unit
-    _num_passed = 0  # of the units, from the last one on
 
     @override
     @classmethod
     def of(cls, runtime: Runtime) -> Self | None:
-        return cls(runtime) if any(unit.config.reduce_unused for unit in runtime.units) else None
-
-    @override
-    def backward_leaves(self, unit: Unit) -> None:
-        """Reduce the next units in the order of all ranks, as far as they are complete."""
-        for each in self.runtime.units[-1 - self._num_passed :: -1]:
-            step, group = each.step, each.param_group
-            if each.config.reduce_unused and not step.reduced:
-                # Backward may come to any graph that there is, also for a second time.
-                graphs = [graph for ref in step.forwards if (graph := ref()) is not None]
-                over = all(graph.entered is self.runtime.backward for graph in graphs)
-                over = over and not (step.running or step.backward_began or step.is_read_outside)
-                if not over or group.dirty or not group.materialized:
-                    return
-                self.runtime.reduce(each, keep=self.runtime.held_open)
-            self._num_passed += 1
+        units = runtime.units
+        return cls(runtime) if any(unit.config.reduce_unused for unit in units) else None
 
     @override
     def backward_enters(
@@ -90,12 +73,7 @@ class UnusedParameters(TreePart):
         trained = unit.of_parts.get(UnusedParameters, frozenset())
         for bucket, grads in zip(unit.buckets, taken, strict=True):
             if unit.gradients.follows_autograd(bucket):
-                raise ValueError(
-                    "Reducing unused parameters with grad_dtype=None requires an explicit "
-                    "MixedPrecisionPolicy.reduce_dtype so that every rank can build zero gradients "
-                    f"of the same dtype: {', '.join(p.fqn for p in bucket.params)}. Set "
-                    "reduce_dtype to the dtype its gradients already have"
-                )
+                raise _no_dtype(bucket)
             dtype = next(iter(grads.values())).dtype if grads else bucket.gather_dtype
             for i, param in enumerate(bucket.params):
                 if i not in grads and (param.sharded.requires_grad or param in trained):
@@ -104,9 +82,10 @@ class UnusedParameters(TreePart):
     @override
     def backward_reduced(self) -> None:
         runtime = self.runtime
-        self._num_passed = 0
         accumulates = self._accumulated_in is runtime.backward
-        for unit in (unit for unit in runtime.units if unit.config.reduce_unused):
+        for unit in runtime.units:
+            if not unit.config.reduce_unused:
+                continue
             if runtime.ends_iteration or not accumulates:
                 # Ranks come to other units, and must agree on what may be freed.
                 runtime.on.gradients_apart(unit, accumulates)
@@ -121,6 +100,15 @@ class UnusedParameters(TreePart):
     @override
     def gradients_dropped(self, unit: Unit) -> None:
         unit.of_parts.pop(UnusedParameters, None)
+
+
+def _no_dtype(bucket: Bucket) -> ValueError:
+    return ValueError(
+        "Reducing unused parameters with grad_dtype=None requires an explicit "
+        "MixedPrecisionPolicy.reduce_dtype so that every rank can build zero gradients of "
+        f"the same dtype: {', '.join(p.fqn for p in bucket.params)}. Set reduce_dtype to "
+        "the dtype its gradients already have"
+    )
 
 
 registry.add(UnusedParameters)

@@ -342,9 +342,8 @@ class UnitHooks:
     def _watch_accumulation(self) -> None:
         """No input needs a gradient: count accumulated gradients instead."""
         # Chosen anew in each forward: the input of the same unit may need a gradient in one
-        # (saliency, adversarial batches) and not in the next. Ranks that use different parameters
-        # count different gradients.
-        self._watching = not self.unit.config.reduce_unused
+        # (saliency, adversarial batches) and not in the next.
+        self._watching = True
         self.notice_accumulation()
 
     def notice_accumulation(self) -> None:
@@ -378,7 +377,9 @@ class UnitHooks:
         # this may be the first that the runtime hears of the backward.
         runtime = runtime_of(unit)
         runtime.begin_backward()
-        if not self._watching:
+        # Ranks that use different parameters count different gradients. They reduce at the end of
+        # backward, where all of them come.
+        if not self._watching or unit.config.reduce_unused:
             return
         self._num_accumulated += 1
         if self._num_accumulated >= len(self._watched):

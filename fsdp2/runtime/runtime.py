@@ -249,7 +249,7 @@ class Runtime(Followed):
         self.begin_backward()
         self.on.backward_enters(unit, forward, accumulates)
         config, step = unit.config, unit.step
-        entered = self.schedule.enter(unit, forward, self.backward)
+        entered = self.schedule.enter(unit, forward)
         if step.backward_began:
             if unit.state not in GATHERED and config.unshard_in_backward:
                 unit.unshard(self.streams)
@@ -344,8 +344,7 @@ class Runtime(Followed):
         runs_next = step.next_in_backward is unit
         if runs_next and len(unit.modules) > 1:
             return  # another module of the group: their gradients are reduced together
-        if not unit.config.reduce_unused:
-            self.reduce(unit)  # else once, in an order that all ranks have
+        self.reduce(unit)
         if not runs_next and not step.running:
             if self.residency.frees_after_backward(unit, self.backward):
                 unit.reshard(self.streams)
@@ -459,10 +458,10 @@ class Runtime(Followed):
     def complete_iteration(self) -> None:
         """Wait for the reductions. Afterwards users may look at ``.grad``."""
         self.complete_reductions()
+        self.on.iteration_ends()  # what it raises makes all of these gradients parts
         self.reductions.attached.clear()
         self.reductions.added.clear()
         self.backward.in_iteration = False
-        self.on.iteration_ends()
         if self.backward.creates_graph:
             self.on.graph_created()
         self.schedule.end_iteration()

@@ -147,8 +147,8 @@ class Schedule:
             unit.max_forwards = 2 * len(step.forwards) + MIN_FORWARDS
         step.forwards.append(weakref.ref(forward))
 
-    def enter(self, unit: Unit, forward: Forward | None, backward: Backward) -> Forward | None:
-        """``backward`` has reached ``forward``, or the forward that this one recomputes.
+    def enter(self, unit: Unit, forward: Forward | None) -> Forward | None:
+        """Backward has reached ``forward``, or the forward that this one recomputes.
 
         Returns:
             The forward, if it is known and backward reaches it for the first time.
@@ -163,7 +163,7 @@ class Schedule:
                 forwards.pop()
         if forward is None or forward.entered:
             return None
-        forward.entered = backward
+        forward.entered = True
         self._reached = forward.number
         if forward.number in self.outstanding:
             self.outstanding.remove(forward.number)

@@ -114,7 +114,7 @@ class Forward:
     Attributes:
         previous: the forward that ended before this one in the same pass; its graph may be gone.
         noted: it has ended.
-        entered: the backward that has reached it first; None until then.
+        entered: backward has reached it.
         outermost: the unit in whose forward this one ran, directly or not; None until it has ended.
         number: how many such forwards had begun.
         num_plans: of the parameters that it computed with: see `ParamGroup`.
@@ -124,7 +124,7 @@ class Forward:
         "__weakref__", "entered", "noted", "num_plans", "number", "outermost", "previous", "unit",
     )  # fmt: skip
 
-    def __init__(self, unit: Unit, *, entered: object = None) -> None:
+    def __init__(self, unit: Unit, *, entered: bool = False) -> None:
         self.unit = unit
         self.entered = entered
         self.noted = False

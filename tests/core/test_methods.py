@@ -8,7 +8,6 @@ import functools
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp2 import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
-from harness import RUNS_ON_TORCH, cached_mesh, cpu_only, distributed, ours_only
+from harness import cached_mesh, cpu_only, distributed, ours_only
 from models import BY_NAME, MLP, TRANSFORMER, normal_batch, square_loss
 from reference import (
     assert_same,
@@ -29,10 +28,6 @@ from reference import (
     shard_case,
     whole,
 )
-
-if not RUNS_ON_TORCH:
-    from fsdp2.runtime.runtime import Runtime
-    from fsdp2.runtime.unit import Unit
 
 
 @contextlib.contextmanager
@@ -225,80 +220,6 @@ def test_ranks_that_use_different_parameters_of_a_unit(grad_input: bool) -> None
         average_gradients(plain)
         assert_same_gradients(model, plain)
         assert all(p.grad is not None for p in model.parameters())
-        model.zero_grad()
-        plain.zero_grad()
-
-
-class Skipped(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-class Passes(nn.Module):
-    """Backward does not cross the borders of ``skipped`` on the rank where they are ``gone``."""
-
-    gone = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.skipped, self.last = nn.Linear(4, 4), Skipped(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for _ in range(2):
-            x = self.skipped(x)
-            if self.gone:
-                x.mul_(2)
-        return self.last(x)
-
-
-@ours_only("torch's ranks wait for each other")
-@pytest.mark.parametrize("num_backwards", [1, 2])
-@distributed(2)
-def test_each_unit_is_reduced_once_in_an_order_that_all_ranks_have(num_backwards: int) -> None:
-    torch.manual_seed(0)
-    plain, model = Passes().double(), Passes().double()
-    # (Not with two backwards: the second one gathers where it comes to a border.)
-    plain.gone = model.gone = num_backwards == 1 and dist.get_rank() == 1
-    model.load_state_dict(plain.state_dict())
-    for unit in (model.first, model.skipped, model.last, model):
-        fully_shard(unit)
-    assert isinstance(model, FSDPModule)
-    model.set_reduce_scatter_unused_params(True)
-    for step in range(2):
-        reduced: list[tuple[str, bool]] = []
-        reduce = Runtime.reduce
-
-        def noted(
-            runtime: Runtime,
-            unit: Unit,
-            *,
-            reduced: Any = reduced,
-            reduce: Any = reduce,
-            **how: Any,
-        ) -> None:
-            reduced.append((unit.name, how.get("final", False)))
-            reduce(runtime, unit, **how)
-
-        with mock.patch.object(Runtime, "reduce", noted):
-            for each in (plain, model):
-                output = each(torch.full((2, 4), step + 1.0, dtype=torch.float64))
-                for _ in range(num_backwards):
-                    output.sum().backward(retain_graph=num_backwards > 1)
-        order = ["last", "skipped", "first", "(root)"]
-        assert [name for name, _ in reduced] == num_backwards * order
-        in_backward = [name for name, at_end in reduced if not at_end]
-        # Only here nothing more can come to them. (`first` ends with the backward.)
-        early = {
-            (1, False): ["last", "skipped"],
-            (1, True): ["last"],
-            (2, False): ["last", "skipped"],
-        }
-        assert in_backward == early[num_backwards, model.gone]
-        average_gradients(plain)
-        plain.skipped.weight.grad = torch.zeros(4, 4, dtype=torch.float64)
-        plain.skipped.bias.grad = torch.zeros(4, dtype=torch.float64)
-        assert_same_gradients(model, plain)
         model.zero_grad()
         plain.zero_grad()
 

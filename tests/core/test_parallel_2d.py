@@ -495,7 +495,6 @@ def test_a_late_sum_that_fails_leaves_no_parts_of_gradients(where: str) -> None:
     (mesh,) = meshes()
     model, plain = build(mesh)
     assert isinstance(model, FSDPModule)
-    norms = [name for name, _ in model.named_parameters() if "norm" in name]
     if where != "backward":
         model.set_manual_backward_finalization(True)
         model.set_requires_gradient_sync(False)
@@ -514,13 +513,11 @@ def test_a_late_sum_that_fails_leaves_no_parts_of_gradients(where: str) -> None:
         train()
     with torch.no_grad(), losses_in_parallel(True):
         loss_of(model, batch_for(mesh, 0, EVEN))  # resets the tree
-    parts = {name: model.get_parameter(name).grad for name in norms}
-    model.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
     step_both(mesh, model, plain, 0)
     if where != "backward":
         model.finalize_backward()
     assert_all_same(gradients(model), gradients(plain), "gradient")
-    assert parts == dict.fromkeys(norms)
 
 
 # --------------------------------------------------------------------- state dicts, checkpoints

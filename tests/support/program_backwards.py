@@ -447,7 +447,8 @@ class Backwards(Pair):
         if any(policy is not None and policy.error_feedback for policy in policies):
             return  # what earlier gradients have left follows, where this one is zero, too
         model.set_reduce_scatter_unused_params(True)
-        # Units that are recomputed in one region with them would be gathered at other moments.
+        # Units that are recomputed in one region with them would be gathered at other moments. And
+        # with a node that writes in place, another rank writes to what comes from a unit.
         in_one_region = {
             inner
             for node in nodes(model)
@@ -457,7 +458,7 @@ class Backwards(Pair):
         free = [
             (plain, node)
             for plain, node in zip(nodes(self.plain), nodes(model), strict=True)
-            if not units_in(node) and node not in in_one_region
+            if not units_in(node) and node not in in_one_region and not node.layer.writes
         ]
         if free:
             for node in free[number % len(free)]:

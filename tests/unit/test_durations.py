@@ -61,7 +61,11 @@ def test_cases_of_a_sample() -> None:
     left_out = left_out_of_sample(given, recorded)
     kept = [item.nodeid for item in given if item not in left_out]
     # 0.4 s a case; at least one of each test; what is not recorded runs whole.
-    assert kept == [cases[0], cases[5], "a.py::slow[x]", "a.py::new[x]", "b.py::new[x]"]
+    assert [len({*kept} & {*names}) for names in (cases, ["a.py::slow[x]", "a.py::slow[y]"])] == [
+        2,
+        1,
+    ]
+    assert kept[-2:] == ["a.py::new[x]", "b.py::new[x]"]
     assert left_out_of_sample(given, {}) == set()
 
 
@@ -69,3 +73,4 @@ def test_nearly_all_files_are_recorded() -> None:
     """Few are new or renamed since: the order is worth something, and samples are small."""
     there = {str(p.relative_to(ROOT)) for p in (ROOT / "tests").rglob("test_*.py")}
     assert len(there & load().keys()) > 0.8 * len(there)
+    assert sum(map(len, load().values())) > 2 * len(there)  # their tests, too
