@@ -88,7 +88,7 @@ check: $(FOR_DEV)  ## lint, and run for two minutes the tests nearest to what ch
 	$(PY) -m mypy
 	$(PY) tools/check.py $(if $(BASE),--base $(BASE)) $(PARALLEL) $(ARGS)
 
-test: $(FOR_TEST)  ## run each test, with as many of its cases as fit in a second
+test: $(FOR_TEST)  ## run the quick tests, each with as many of its cases as fit in a second
 	$(PY) -m pytest $(PARALLEL) --sample $(ARGS)
 
 test-ci: $(FOR_TEST)  ## run the tests with all cases, each on one of its world sizes

@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--sample",
         action="store_true",
-        help="of each test only as many cases as fit in a second, and no nets (durations.py)",
+        help="of each test only as many cases as fit in a second (durations.py)",
     )
 
     parser.addoption(
@@ -75,7 +75,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _keep(config, items, lambda item: item.path in files)
     sampled = config.getoption("--sample") and not named
     if sampled:
-        _keep(config, items, lambda item: not item.get_closest_marker("net"))
         cases = durations.left_out_of_sample(items, durations.load())
         _keep(config, items, lambda item: item not in cases)
     if hasattr(config, "workerinput"):  # of pytest-xdist

@@ -78,10 +78,13 @@ class Finalization(TreePart):
         runtime = self.runtime
         last = runtime.is_last_backward
         with runtime.streams.ending(runtime.backward.stream):
-            # These are the last reductions, whatever was said of the backwards.
-            runtime.held_open, runtime.is_last_backward = False, True
             try:
-                runtime.reduce_left()
+                # These are the last reductions, whatever was said of the backwards.
+                runtime.held_open, runtime.is_last_backward = False, True
+                try:
+                    runtime.reduce_left()
+                finally:
+                    runtime.held_open, runtime.is_last_backward = True, last
                 if wait:
                     runtime.complete_iteration()
                 # Units are freed at once: a reduction holds what it reads. Only ``.grad`` waits
@@ -90,8 +93,6 @@ class Finalization(TreePart):
             except Exception:
                 runtime.give_up()
                 raise
-            finally:
-                runtime.held_open, runtime.is_last_backward = True, last
         if not wait:
             self.pending = GradientReductionHandle(self._finish)
         return self.pending

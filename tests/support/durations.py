@@ -2,9 +2,10 @@
 
 Three use it. Files go to the workers of pytest-xdist in the order of the collection, here the
 longest first, so that no worker is left with a long one at the end. `make check` takes as many
-files as fit in its time. And ``--sample`` runs as many cases of each test as fit in `SAMPLE_S`: a
-matrix is proved by its rows most of the time, and `.ci/run` runs all of it. A test or a file that
-is not named in durations.json is new, or renamed: it runs whole, and counts as a long one here.
+files as fit in its time. And ``--sample`` runs as many cases of each test as fit in `SAMPLE_S`, and
+no case of more than `MOST_S`: what takes long is mostly a matrix or a whole program whose parts
+have quick tests. `.ci/run` runs everything. A test or a file that is not named in durations.json
+is new, or renamed: it runs whole, and counts as a long one here.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import pytest
 FILE = Path(__file__).with_name("durations.json")
 LEAST_S = 0.1  # tests that take less are recorded as one, without a name
 SAMPLE_S = 1.0  # for the cases of one test
+MOST_S = 3.5  # for one case: a test whose cases take longer is in no sample
 
 # Of a test of a file: the number of its cases, and the seconds of all of them.
 Recorded = Mapping[str, Mapping[str, Sequence[float]]]
@@ -41,7 +43,8 @@ def test_of(nodeid: str) -> str:
 
 def num_sampled(num_cases: float, seconds: float) -> int:
     """Of a test with so many cases, which take so long."""
-    return max(1, min(int(num_cases), int(SAMPLE_S * num_cases / max(seconds, 1e-9))))
+    each_s = max(seconds / num_cases, 1e-9)
+    return 0 if each_s > MOST_S else max(1, min(int(num_cases), int(SAMPLE_S / each_s)))
 
 
 def of_files(recorded: Recorded, *, sampled: bool = False) -> dict[str, float]:

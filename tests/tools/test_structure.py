@@ -42,7 +42,7 @@ PLANNING = ("planning",)
 LIMITS = {
     structure.KERNEL: (27, 4893, 493),
     ("transports",): (15, 2089, 232),
-    ("features",): (23, 2488, 278),
+    ("features",): (23, 2489, 278),
     ("guards",): (10, 969, 103),
     ("api/comm_settings.py",): (1, 141, 16),
     PLANNING: (60, 10512, 959),

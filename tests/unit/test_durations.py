@@ -56,8 +56,10 @@ def test_a_run_is_added_to_what_was_recorded(tmp_path: Path) -> None:
 
 def test_cases_of_a_sample() -> None:
     cases = [f"a.py::one[{i}]" for i in range(10)]
-    given = items(*cases, "a.py::slow[x]", "a.py::slow[y]", "a.py::new[x]", "b.py::new[x]")
-    recorded = {"a.py": {"one": [20, 8.0], "slow": [2, 9.0], "": [0, 0.1]}}
+    given = items(
+        *cases, "a.py::slow[x]", "a.py::slow[y]", "a.py::slowest", "a.py::new[x]", "b.py::new[x]"
+    )
+    recorded = {"a.py": {"one": [20, 8.0], "slow": [2, 6.0], "slowest": [1, 9.0], "": [0, 0.1]}}
     left_out = left_out_of_sample(given, recorded)
     kept = [item.nodeid for item in given if item not in left_out]
     # 0.4 s a case; at least one of each test; what is not recorded runs whole.
@@ -66,6 +68,7 @@ def test_cases_of_a_sample() -> None:
         1,
     ]
     assert kept[-2:] == ["a.py::new[x]", "b.py::new[x]"]
+    assert "a.py::slowest" not in kept
     assert left_out_of_sample(given, {}) == set()
 
 
