@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import fully_shard
 from fsdp2.checkpoint import Checkpointer, load_model, save_model
-from fsdp2.checkpoint.loading.source import open_source
+from fsdp2.checkpoint.loading.opening import open_source
 
 from . import machine, report
 from .ranks import progress, run_ranks

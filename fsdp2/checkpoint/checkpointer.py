@@ -22,9 +22,9 @@ from .agreement import Together, check_shared, run_nonce
 from .errors import CheckpointError, CheckpointNotFound
 from .format.disk import Disk, make_folder
 from .format.manifest import FOLDER
+from .loading.opening import open_source
 from .loading.restore import NameMap, values_of_rank
-from .loading.source import open_source
-from .loading.training import Loaded, extras, load_training
+from .loading.training import Extras, Loaded, load_training
 from .saving.capture import RankLocal
 from .saving.job import SaveHandle, SaveJob, SaveOptions
 from .saving.repeated import Repeated
@@ -333,7 +333,7 @@ class Checkpointer:
                 warnings.warn(f"{error}. What is committed is loaded", stacklevel=2)
             number = self._resolve(step, together)
             with open_source(_find(self.root, number)) as source:
-                if not source.manifests:
+                if not source.ranks:
                     raise CheckpointNotFound(f"{source.path} was not saved by a Checkpointer")
                 return load_training(
                     source, number, self.rank, self.ranks, model, optimizer, scheduler,
@@ -398,8 +398,9 @@ def peek(root: str | os.PathLike[str], step: int | str = "latest") -> Loaded:
         raise _nothing_in(folder)
     number = steps[-1] if step == "latest" else _number(step, folder)
     with open_source(_find(folder, number)) as source:
-        extra = extras(source, {rank: values_of_rank(source, rank) for rank in source.manifests})
-    return Loaded(step=number, extra=extra[min(extra)], extra_of_ranks=extra)
+        first = source.ranks[0]
+        extras = Extras(source, {first: values_of_rank(source, first)})
+    return Loaded(step=number, extra=extras[first], extra_of_ranks=extras)
 
 
 def steps_in(root: Path) -> list[int]:

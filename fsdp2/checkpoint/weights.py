@@ -14,6 +14,7 @@ from ..dtensor.placement import all_ranks, this_rank
 from .agreement import check_shared
 from .format.disk import Disk, make_folder
 from .loading.fill import check_meta, fill
+from .loading.opening import open_source
 from .loading.restore import (
     LoadReport,
     NameMap,
@@ -23,7 +24,7 @@ from .loading.restore import (
     set_extra_state,
     values_of_rank,
 )
-from .loading.source import Source, open_source
+from .loading.source import Source
 from .saving.capture import RankLocal, capture, check_model, tensors_of
 from .saving.job import SaveHandle, SaveJob, SaveOptions
 from .saving.roll_call import RollCall
@@ -173,7 +174,7 @@ def load_model(
 
 def _extra_state_in(source: Source, rank: int) -> dict[str, Any]:
     """The extra state of this rank, or of the first if this one did not take part."""
-    if not source.manifests:
+    if not source.ranks:
         return {}
-    saved_by = rank if rank in source.manifests else min(source.manifests)
+    saved_by = rank if rank in source.ranks else source.ranks[0]
     return extra_state_in(source, values_of_rank(source, saved_by))

@@ -18,7 +18,8 @@ from typing import TypeVar
 
 from ..checkpoint.format.header import frame
 from ..checkpoint.format.manifest import FOLDER, Manifest, load, marker_name
-from ..checkpoint.loading.source import Source, open_source
+from ..checkpoint.loading.opening import open_source
+from ..checkpoint.loading.source import Source
 from .choice import Choice, PartName
 from .folder import Folder, checked
 from .transfer import Address, Peer, Peers, TransferError

@@ -7,6 +7,7 @@ import os
 from ..checkpoint.format.disk import Disk
 from ..checkpoint.format.header import frame
 from ..checkpoint.format.manifest import Manifest, dump, marker_name
+from ..checkpoint.format.small_state import digest_of_names
 from ..checkpoint.saving.capture import Captured
 from ..checkpoint.saving.job import describe_writer, plan_of, write_small_files
 from ..checkpoint.saving.staging import Staged
@@ -41,6 +42,7 @@ def write_part(folder: Folder, part: PartName, captured: Captured, staged: Stage
             aliases=captured.aliases,
             small_files=write_small_files(disk, captured, part.rank, into),
             writer=describe_writer(),
+            optimizer_names=digest_of_names(captured.values),
         )
         marker = marker_name(part.rank, part.num_ranks)
         disk.write_file(marker, dump(manifest), into, unique="marker")

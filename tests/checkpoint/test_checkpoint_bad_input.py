@@ -195,12 +195,18 @@ def no_manifest(step: Path) -> list[str]:
     return ["has no manifest"]
 
 
+def without_index(step: Path) -> None:
+    """As checkpoints of earlier releases are: the manifests of all ranks are read."""
+    (step / ".fsdp2" / "index.fsdp2").unlink()
+
+
 def first_entry(old: str, new: str) -> Callable[[str], str]:
     return lambda text: text.replace(old, new, 1)
 
 
 INDEX = "model.safetensors.index.json"
 MANIFEST = ".fsdp2/rank-00000-*"
+OWN_INDEX = ".fsdp2/index.fsdp2"
 STATE = ".fsdp2/state-00000.json"
 WRONG = "the header is not the one that was written"
 DAMAGE: dict[str, Callable[[Path], list[str]]] = {
@@ -222,9 +228,9 @@ DAMAGE: dict[str, Callable[[Path], list[str]]] = {
         first_entry('"embed.weight":{', '"embed.weight":{"dtype":"I32",'), "'dtype' occurs twice"
     ),
     "tensor twice": header(first_entry("{", '{"embed.weight":3,'), "'embed.weight' occurs twice"),
-    "dtype": header(first_entry('"F32"', '"I32"'), WRONG, "'scale'"),
-    "shape": header(first_entry("[37,12]", "[12,37]"), WRONG, "'embed.weight'"),
-    "name": header(first_entry("embed.weight", "embed.height"), WRONG, "'embed.height'"),
+    "dtype": header(first_entry('"F32"', '"I32"'), WRONG),
+    "shape": header(first_entry("[37,12]", "[12,37]"), WRONG),
+    "name": header(first_entry("embed.weight", "embed.height"), WRONG),
     "overlap": header(first_entry("[37,12]", "[37,11]"), "tensor 'embed.weight'", "hold 1776"),
     "metadata": header(first_entry('"pt"', '"tp"'), WRONG),
     "padding": header(lambda text: text.rstrip() + "\n", WRONG),
@@ -235,28 +241,47 @@ DAMAGE: dict[str, Callable[[Path], list[str]]] = {
         MANIFEST, lambda data: data.replace(b'"rank":0', b'"rank":1', 1), "checksum", "is wrong"
     ),
     "manifest is a link": replace(MANIFEST, "link"),
+    "index cut": rewrite(OWN_INDEX, lambda data: data[:-20], "not an index of version 1"),
+    "index empty": rewrite(OWN_INDEX, lambda data: b"", "truncated: it has 0 bytes"),
+    "index is a link": replace(OWN_INDEX, "link"),
     "state cut": rewrite(STATE, lambda data: data[:-1], "the checksum is wrong"),
     "no state": replace(STATE, "missing"),
     "state is a link": replace(STATE, "link"),
-    "no index": replace(INDEX, "missing"),
-    "index edited": rewrite(
+    "no Hugging Face index": replace(INDEX, "missing"),
+    "Hugging Face index edited": rewrite(
         INDEX, lambda data: data.replace(b"00001-of", b"00002-of", 1), "the index is not the one"
     ),
 }  # fmt: skip
 
 
+# The names that differ in a header are known from the manifests alone.
+DIFFERENT = {"dtype": "'scale'", "shape": "'embed.weight'", "name": "'embed.height'"}
+BOTH_WAYS = [
+    (case, by)
+    for case in DAMAGE
+    for by in ("index", "manifests")
+    if by == ("manifests" if "manifest" in case else "index" if "index" in case else by)
+]
+
+
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.long), 2])
-@pytest.mark.parametrize("case", DAMAGE)
-def test_damage(originals: Any, tmp_path: Path, case: str, num_ranks: int) -> None:
+@pytest.mark.parametrize(("case", "by"), BOTH_WAYS)
+def test_damage(originals: Any, tmp_path: Path, case: str, by: str, num_ranks: int) -> None:
     """The message names the file and what is wrong; model, optimizer and state stay."""
     shutil.copytree(originals(num_ranks), tmp_path, dirs_exist_ok=True)
     facts = DAMAGE[case](tmp_path / STEP)
+    if by == "manifests":
+        without_index(tmp_path / STEP)
+        facts += [DIFFERENT[case]] if case in DIFFERENT else []
     weights = "state" not in case  # which weights alone do without
     if num_ranks == 1:
         answers = [attempts(str(tmp_path), weights)]
     else:
         answers = run_on(2, attempts, str(tmp_path), weights)
     for said in answers:
+        if case == "optimizer short" and by == "index":
+            assert said[2:] == [""] * 4  # no other load needs the file
+            del said[2:]
         for message in said:
             assert message, f"rank {answers.index(said)} noticed nothing"
             assert "holds part of the checkpoint" not in message
@@ -268,6 +293,7 @@ def test_a_manifest_of_a_rank_is_missing(originals: Any, tmp_path: Path, layout:
     """What is there covers less than all bytes."""
     shutil.copytree(originals(2, layout), tmp_path, dirs_exist_ok=True)
     step = tmp_path / STEP
+    without_index(step)
     sizes = [p.stat().st_size for p in step.glob("*.safetensors")]
     (step / ".fsdp2" / "rank-00001-of-00002.json").unlink()
     for said in run_on(2, attempts, str(tmp_path), True):
@@ -287,6 +313,7 @@ def signed(line: bytes) -> bytes:
 def test_a_file_that_is_in_no_set(originals: Any, tmp_path: Path) -> None:
     """Nothing that fsdp2 wrote, but the checksums are right."""
     shutil.copytree(originals(2), tmp_path, dirs_exist_ok=True)
+    without_index(tmp_path / STEP)
     for path in (tmp_path / STEP / ".fsdp2").glob("rank-*.json"):
         content = json.loads(path.read_bytes().partition(b"\n")[0])
         chunk = next(c for c in content["chunks"] if c[1].startswith("model"))
@@ -300,6 +327,7 @@ def test_a_file_that_is_in_no_set(originals: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["another step", "another run"])
 def test_manifests_of_different_saves(originals: Any, tmp_path: Path, how: str) -> None:
     shutil.copytree(originals(2), tmp_path, dirs_exist_ok=True)
+    without_index(tmp_path / STEP)
     again = 2 if how == "another step" else 1
     other = tmp_path / "again"
     run_on(2, save, str(other), step=again)
@@ -322,6 +350,8 @@ def places(path: Path) -> list[int]:
         text_end = 8 + len(data[8 : 8 + size].rstrip())
         offsets = [t["data_offsets"] for n, t in table.items() if n != "__metadata__"]
         ends = [0, 8, text_end, 8 + size, *(8 + size + end for _, end in offsets)]
+    if path.suffix == ".fsdp2":  # with a stretch of each cut and the place of each rank
+        ends = [*range(0, len(data), 128), len(data)]
     regions = [(a, b) for a, b in zip(sorted(ends), sorted(ends)[1:], strict=False) if a < b]
     found = {generator.randrange(*region) for region in regions for _ in range(3)}
     return sorted(found | {a for a, _ in regions} | {b - 1 for _, b in regions})
@@ -384,10 +414,12 @@ def _flip(path: Path, place: int, bit: int) -> None:
 
 
 @pytest.mark.parametrize("layout", ["shared", "per-rank"])
-@pytest.mark.parametrize("only", ["model*.safetensors", "optim*", "*.json", "own*"])
+@pytest.mark.parametrize("only", ["model*.safetensors", "optim*", "*.json", "own*", "*.fsdp2"])
 def test_every_flipped_bit_is_found(originals: Any, tmp_path: Path, layout: str, only: str) -> None:
-    """In headers, padding, every tensor, manifests, small state, own buffers and the index."""
+    """In headers, padding, every tensor, manifests, small state, own buffers and indexes."""
     shutil.copytree(originals(2, layout), tmp_path, dirs_exist_ok=True)
+    if only == "*.json":
+        without_index(tmp_path / STEP)
     every = {"optim*": 9, "model*.safetensors": 6}.get(only, 3)
     missed, num = run_on(2, find_flipped_bits, str(tmp_path), only, every)[0]
     assert missed == []

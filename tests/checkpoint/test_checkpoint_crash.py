@@ -27,7 +27,7 @@ from checkpoint_crash import (
 from fsdp2.checkpoint import CheckpointError, CheckpointExists
 from fsdp2.checkpoint.format.header import header_length
 from fsdp2.checkpoint.format.manifest import FOLDER, INDEX, marker_name, own_name, state_name
-from fsdp2.checkpoint.loading.source import open_source
+from fsdp2.checkpoint.loading.opening import open_source
 from fsdp2.checkpoint.saving.job import SaveJob
 from harness import ours_only
 

@@ -29,8 +29,8 @@ from fsdp2.checkpoint.format.inner import parse_description, parse_name
 from fsdp2.checkpoint.format.strict import is_file_name
 from fsdp2.checkpoint.format.tensors import describe
 from fsdp2.checkpoint.format.values import decode
+from fsdp2.checkpoint.loading.opening import open_source
 from fsdp2.checkpoint.loading.pieces import pieces_in, wanted_of
-from fsdp2.checkpoint.loading.source import open_source
 from fsdp2.checkpoint.saving.random_state import checked_random_states, random_states
 from fsdp2.dtensor.boxes import Box, overlapping
 from fsdp2.planning import find_hardware
@@ -321,7 +321,8 @@ def test_no_more_is_saved_than_can_be_loaded(
 
 
 @pytest.mark.parametrize("name", [f"{OWN}/rank-00000-of-00001.json", f"{OWN}/state-00000.json",
-                                  INDEX, f"{OWN}/own-00000.safetensors"])  # fmt: skip
+                                  f"{OWN}/index.fsdp2", INDEX,
+                                  f"{OWN}/own-00000.safetensors"])  # fmt: skip
 @pytest.mark.parametrize("how", ["pipe", "device", "sparse", "folder"])
 def test_small_files_that_are_something_else(
     root: Path, tmp_path: Path, name: str, how: str
@@ -330,6 +331,8 @@ def test_small_files_that_are_something_else(
     shutil.copytree(root / "one", tmp_path, dirs_exist_ok=True)
     path = tmp_path / STEP / name
     path.unlink()
+    if "rank" in name:  # manifests are read where there is no index
+        (tmp_path / STEP / OWN / "index.fsdp2").unlink()
     fact = "is not a file"
     if how == "pipe":
         os.mkfifo(path)
@@ -341,7 +344,7 @@ def test_small_files_that_are_something_else(
     else:
         path.touch()
         os.truncate(path, 1 << 42)
-        fact = f"has {1 << 42} bytes: more than"
+        fact = "not an index" if "fsdp2" in path.suffix else f"has {1 << 42} bytes: more than"
     with pytest.raises(CorruptCheckpoint) as caught:
         Checkpointer(tmp_path).load(1, model=Tied())
     assert path.name in str(caught.value)

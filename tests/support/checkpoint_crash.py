@@ -20,8 +20,9 @@ from fsdp2.checkpoint.errors import CheckpointError
 from fsdp2.checkpoint.format.disk import Disk
 from fsdp2.checkpoint.format.manifest import INDEX, TensorPart, marker_name, own_name, state_name
 from fsdp2.checkpoint.format.tensors import describe
+from fsdp2.checkpoint.loading.opening import open_source
 from fsdp2.checkpoint.loading.reading import Target, read_verified
-from fsdp2.checkpoint.loading.source import open_source
+from fsdp2.checkpoint.loading.source import Source
 from fsdp2.checkpoint.saving.attempt import STAGING
 from fsdp2.checkpoint.saving.capture import Captured
 from fsdp2.checkpoint.saving.job import SaveJob, SaveOptions
@@ -131,7 +132,7 @@ def committed(
     if not os.path.lexists(root / name):
         return False
     whole = tensors(seed) if whole is None else whole
-    with open_source(root / name) as source:
+    with open_source(root / name, by_manifests=True) as source:
         assert len({m.nonce for m in source.manifests.values()}) == 1
         assert sorted(source.manifests) == list(range(num_ranks))
         stored = {**source.tensors, **source.optimizer}
@@ -140,16 +141,37 @@ def committed(
         read = {name: torch.empty_like(t) for name, t in whole.items()}
         targets = [Target(n, s, boxes[n], read[n]) for n, s in stored.items()]
         read_verified(source, targets, num_threads=1)
+        same_by_index(root / name, source)
         for rank in range(num_ranks):
-            values = json.loads(source.small_file(state_name(rank)))
+            values = json.loads(source.small_file(rank, state_name(rank)))
             assert values == {"seed": seed, "rank": rank}
-            assert load(source.small_file(own_name(rank)))["own"].tolist() == [seed, rank]
+            assert load(source.small_file(rank, own_name(rank)))["own"].tolist() == [seed, rank]
         shared = all(chunk.offset is None for chunk in source.manifests[0].chunks)
     for tensor_name, tensor in whole.items():
         assert torch.equal(read[tensor_name].view(-1), tensor.view(-1)), tensor_name
     if shared:
         others_read(root / name, whole)
     return True
+
+
+def same_by_index(folder: Path, by_manifests: Source) -> None:
+    """The index says the same as the manifests of all ranks."""
+    with open_source(folder) as source:
+        assert source.index is not None
+        assert not source.manifests
+        assert (source.ranks, source.speakers) == (by_manifests.ranks, by_manifests.speakers)
+        assert source.aliases == by_manifests.aliases
+        for table, other in (
+            (source.tensors, by_manifests.tensors),
+            (source.optimizer, by_manifests.optimizer),
+        ):
+            assert table.keys() == other.keys()
+            for name, stored in other.items():
+                box = Box.whole(stored.info.shape)
+                assert table[name].info == stored.info
+                assert sorted(table[name].near(box)) == sorted(stored.near(box))
+        for rank in source.ranks:
+            assert source.small_files(rank) == by_manifests.small_files(rank)
 
 
 def others_read(folder: Path, whole: dict[str, Tensor]) -> None:

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from hypothesis import strategies as st
@@ -29,6 +30,7 @@ from torch import nn
 from checkpoint_cases import Tied, adamw
 from fsdp2.checkpoint import Checkpointer, CheckpointError, load_model
 from fsdp2.checkpoint.checkpointer import peek
+from fsdp2.checkpoint.format.index import PLACE, TAIL
 
 STEP = "step-000001"
 OWN = ".fsdp2"
@@ -234,6 +236,8 @@ def replace_file(draw: Draw, path: Path, outside: Path) -> None:
 
 
 def sign(manifest: Path, line: bytes) -> None:
+    """Write a manifest with a checksum that is right, which is read where there is no index."""
+    (manifest.parent / "index.fsdp2").unlink(missing_ok=True)
     digest = hashlib.sha256(line).hexdigest().encode()
     manifest.write_bytes(line + b'\n{"sha256":"' + digest + b'"}\n')
 
@@ -256,8 +260,38 @@ def seal(step: Path) -> None:
         sign(manifest, json.dumps(content, separators=(",", ":")).encode())
 
 
+def change_index(draw: Draw, path: Path) -> None:
+    """Change the contents of an index, a record or entries of a cut; all checksums are right."""
+    data = path.read_bytes()
+    magic, version, at, num, _ = TAIL.unpack(data[-TAIL.size :])
+    body, contents = bytearray(data[:at]), json.loads(data[at : at + num])
+    kind = draw.choice(["contents", "contents", "record", "entries"])
+    text = None
+    if kind == "contents":
+        text = text_of(draw, change_json(draw, contents))
+    elif kind == "record":
+        place = contents["places"] + PLACE.size * draw.number(0, contents["ranks"][-1][1])
+        start, size, _ = PLACE.unpack(body[place : place + PLACE.size])
+        line, _, sums = bytes(body[start : start + size]).partition(b"\n")
+        record = text_of(draw, change_json(draw, json.loads(line))) + b"\n" + sums
+        PLACE.pack_into(body, place, len(body), len(record), crc32(record))
+        body += record
+    else:
+        cut = draw.choice(contents["cuts"])
+        ndim = len(contents["tensors"][cut["tensors"][0]][3])
+        stop = cut["at"] + cut["num"] * (8 + 16 * ndim)
+        where = draw.number(cut["at"], stop - 1)
+        body[where] = draw.choice([0, 1, 2, 19, 128, 255])
+        cut["crcs"] = [crc32(bytes(body[cut["at"] : stop]))]
+    text = text or json.dumps(contents).encode()
+    path.write_bytes(body + text + TAIL.pack(magic, version, len(body), len(text), crc32(text)))
+
+
 def change_own(draw: Draw, step: Path) -> None:
     """A change with right checksums, of a checkpoint of this package."""
+    if (index := step / OWN / "index.fsdp2").is_file() and draw.number(0, 1):
+        change_index(draw, index)
+        return
     kind = draw.choice(["manifest", "manifest", "state", "own", "header", "all"])
     manifests = manifests_of(step)
     manifest = manifests[draw.number(0, len(manifests) - 1)]

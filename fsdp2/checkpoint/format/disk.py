@@ -10,13 +10,13 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import CheckpointError
 
-READ_BYTES = 16 << 20
+WRITE_BYTES = 4 << 20
 
 
 def make_folder(path: Path) -> None:
@@ -129,7 +129,9 @@ class Disk:
             raise
         return fd
 
-    def write_at(self, fd: int, data: memoryview | bytes, offset: int, name: str) -> None:
+    def write_at(
+        self, fd: int, data: memoryview | bytes | bytearray, offset: int, name: str
+    ) -> None:
         """Write all of ``data``, in as many calls as it takes."""
         view = memoryview(data).cast("B")
         while view:
@@ -149,16 +151,25 @@ class Disk:
     def close(self, fd: int) -> None:
         os.close(fd)
 
-    def write_file(self, name: str, data: bytes, within: int, *, unique: str) -> None:
-        """Write a small file atomically: readers see all of it or none (several calls).
+    def write_file(
+        self, name: str, data: bytes | Iterable[bytes], within: int, *, unique: str
+    ) -> None:
+        """Write a file atomically: readers see all of it or none (several calls).
 
         Args:
+            data: its bytes, or pieces of them.
             unique: distinguishes the temporary name from that of any other rank.
         """
         temporary = f".{name}.{unique}.tmp"
-        fd = self.create(temporary, len(data), within)
+        fd = self.create(temporary, 0, within)
         try:
-            self.write_at(fd, data, 0, name)
+            at, pending = 0, bytearray()
+            for part in [data] if isinstance(data, bytes) else data:
+                pending += part
+                if len(pending) >= WRITE_BYTES:
+                    self.write_at(fd, pending, at, name)
+                    at, pending = at + len(pending), bytearray()
+            self.write_at(fd, pending, at, name)
             # Before the rename: after a power failure the name could stand for an empty file.
             self.sync(fd, name)
         finally:

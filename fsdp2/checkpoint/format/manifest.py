@@ -99,6 +99,7 @@ class Manifest:
         aliases: other names of tied tensors.
         small_files: SHA-256 of this rank's files of small state.
         writer: who wrote it: versions, host, time.
+        optimizer_names: a digest of the names in this rank's optimizers; None in old manifests.
     """
 
     nonce: str
@@ -110,6 +111,12 @@ class Manifest:
     aliases: dict[str, str]
     small_files: dict[str, str]
     writer: dict[str, Any]
+    optimizer_names: str | None = None
+
+
+def kind_of(file: str) -> str:
+    """Whether the tensors of a data file are of the "model" or of its optimizer, "optim"."""
+    return "optim" if file.startswith("optim") else "model"
 
 
 def marker_name(rank: int, num_ranks: int) -> str:
@@ -169,6 +176,7 @@ def dump(manifest: Manifest) -> bytes:
         "aliases": manifest.aliases,
         "small_files": manifest.small_files,
         "writer": manifest.writer,
+        "optimizer_names": manifest.optimizer_names,
     }
     line = json.dumps(content, separators=(",", ":")).encode()
     return line + b'\n{"sha256":"' + hashlib.sha256(line).hexdigest().encode() + b'"}\n'
@@ -205,6 +213,7 @@ def _parsed(content: dict[str, Any], check: Check) -> Manifest:
     chunks = _chunks_at_once(rows, tensors)
     if chunks is None:
         chunks = tuple(_parsed_chunk(each, tensors, check) for each in rows)
+    names = content.get("optimizer_names")
     return Manifest(
         nonce=check.text(content["nonce"], "nonce"),
         name=check.text(content["name"], "name"),
@@ -221,6 +230,7 @@ def _parsed(content: dict[str, Any], check: Check) -> Manifest:
             key: value if isinstance(value, str | int | float) else f"a {type(value).__name__}"
             for key, value in check.table(content["writer"], "writer").items()
         },
+        optimizer_names=None if names is None else check.text(names, "optimizer_names"),
     )
 
 
@@ -325,8 +335,8 @@ def _parsed_chunk(content: Any, tensors: dict[str, TensorInfo], check: Check) ->
     )
 
 
-def index_of(manifests: Iterable[Manifest]) -> dict[str, Any] | None:
-    """Hugging Face's index of the model's files; None if there is only one file.
+def hf_index_bytes(manifests: Iterable[Manifest]) -> bytes | None:
+    """Hugging Face's index of the model's files, as it is written; None if there is one file.
 
     Files of single ranks are not in it, because readers of an index expect whole tensors.
     """
@@ -348,4 +358,5 @@ def index_of(manifests: Iterable[Manifest]) -> dict[str, Any] | None:
                 total_bytes += entry["data_offsets"][1] - entry["data_offsets"][0]
     if len(set(weight_map.values())) <= 1:
         return None
-    return {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()

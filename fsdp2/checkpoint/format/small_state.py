@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Any
 
 from .header import parse_json
@@ -26,6 +28,16 @@ def parse_state(data: bytes, file: str) -> dict[str, Any]:
     if "random" in values:
         check.table(values["random"], "random")
     return values
+
+
+def digest_of_names(values: dict[str, Any]) -> str:
+    """A digest of the names of parameters that a rank's optimizers have, and of those with state.
+
+    Ranks with the same one need not read each other's file to know what was saved.
+    """
+    params = [g["params"] for groups in values.get("optimizers", []) for g in groups]
+    names = [params, sorted(values.get("optimizer_state", {}))]
+    return hashlib.sha256(json.dumps(names).encode()).hexdigest()
 
 
 def _check_group(group: Any, check: Check) -> None:

@@ -122,16 +122,15 @@ def _kind(value: Any) -> str:
     return kinds.get(type(value), type(value).__name__)
 
 
-def read_small(path: str | os.PathLike[str], limit: int, *, links: bool = False) -> bytes:
-    """Read a small file whole.
+def open_regular(path: str | os.PathLike[str], *, links: bool = False) -> int:
+    """A descriptor of a file, for reading.
 
     Args:
-        limit: its largest size in bytes.
         links: whether it may be a symbolic link.
 
     Raises:
         FileNotFoundError: if there is none.
-        CorruptCheckpoint: if it is a link, a pipe or a device, or too large.
+        CorruptCheckpoint: if it is a link, a pipe or a device.
     """
     folder, name = os.path.split(path)
     status = os.stat(path) if links else os.lstat(path)
@@ -143,7 +142,21 @@ def read_small(path: str | os.PathLike[str], limit: int, *, links: bool = False)
     if not stat.S_ISREG(status.st_mode):
         raise CorruptCheckpoint(f"{folder}: {name} is not a file")
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
-    with open(os.open(path, flags), "rb") as file:
+    return os.open(path, flags)
+
+
+def read_small(path: str | os.PathLike[str], limit: int, *, links: bool = False) -> bytes:
+    """Read a small file whole.
+
+    Args:
+        limit: its largest size in bytes.
+        links: whether it may be a symbolic link.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        CorruptCheckpoint: if it is a link, a pipe or a device, or too large.
+    """
+    with open(open_regular(path, links=links), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise CorruptCheckpoint(f"{path} has {size} bytes: more than {limit}, the limit")

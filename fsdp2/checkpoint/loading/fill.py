@@ -88,6 +88,8 @@ def fill(
         CorruptCheckpoint: if a block is damaged. Nothing was changed, unless a note on the error
             says otherwise.
     """
+    for each in wanted:
+        each.stored.extents_near(each.box)  # opens the files, all of which have to be there
     verified = verify_checksums and source.verifiable
     if verify_checksums and not verified:
         logger.info("%s was written without checksums: it cannot be verified", source.path)

@@ -156,37 +156,13 @@ class _Planner:
 
     def __init__(self) -> None:
         self._layout = lru_cache(MAX_PENDING)(_Layout)
-        self._overlap = lru_cache(MAX_PENDING)(_overlap)
 
     def needed(self, stored: Stored, box: Box) -> Iterator[_Needed]:
         """The chunks of a tensor that overlap ``box``."""
-        for chunk in stored.chunks:
-            if self._overlap(box, chunk.box):
-                extent = _extent_of(stored, chunk)
-                layout = self._layout(chunk.box, extent.box, box, chunk.tensor.itemsize)
-                place = chunk.file, extent.offset + layout.offsets[0]
-                yield _Needed(chunk, extent, layout, place)
-
-
-def _extent_of(stored: Stored, chunk: Chunk) -> Extent:
-    for extent in stored.extents:
-        if _holds(extent, chunk):
-            return extent
-    raise AssertionError(f"no file holds '{chunk.tensor.name}'")  # `open_source` has seen to it
-
-
-def _holds(extent: Extent, chunk: Chunk) -> bool:
-    if extent.file != chunk.file:
-        return False
-    # Of whole tensors there is one extent, of a rank's own file one for each chunk: boxes are
-    # compared for those that are neither.
-    if extent.box is chunk.box or extent.box.shape == chunk.tensor.shape:
-        return True
-    return extent.box.intersect(chunk.box) == chunk.box
-
-
-def _overlap(box: Box, other: Box) -> bool:
-    return box.intersect(other) is not None
+        for chunk, extent in stored.near(box):
+            layout = self._layout(chunk.box, extent.box, box, chunk.tensor.itemsize)
+            place = chunk.file, extent.offset + layout.offsets[0]
+            yield _Needed(chunk, extent, layout, place)
 
 
 def _consecutive(numbers: set[int]) -> Iterator[range]:
@@ -440,7 +416,7 @@ def _note_written(targets: Iterable[Target]) -> None:
 
 def read_into(source: Source, targets: Sequence[Target], num_threads: int = NUM_THREADS) -> None:
     """Fill all targets without verifying. Dtypes may differ; shapes have been checked."""
-    pairs = [(extent, target) for target in targets for extent in target.stored.extents]
+    pairs = [(e, target) for target in targets for e in target.stored.extents_near(target.box)]
     pairs.sort(key=lambda pair: (pair[0].file, pair[0].offset))
     layout = lru_cache(MAX_PENDING)(_PlainLayout)
     tasks = (task for extent, target in pairs for task in _plain_tasks(target, extent, layout))

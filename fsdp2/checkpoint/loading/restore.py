@@ -475,4 +475,4 @@ def passing_on(what: str) -> Iterator[None]:
 def values_of_rank(source: Source, rank: int) -> dict[str, Any]:
     """The small state that a rank saved, still encoded."""
     name = state_name(rank)
-    return parse_state(source.small_file(name), f"{source.path}/{FOLDER}/{name}")
+    return parse_state(source.small_file(rank, name), f"{source.path}/{FOLDER}/{name}")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from ..errors import CheckpointError, CheckpointMismatch
 from ..format.manifest import FOLDER, own_name
@@ -20,6 +23,7 @@ from ..saving.capture import ModelTensors, tensors_of
 from ..saving.random_state import checked_random_states, set_random_states
 from ..saving.training import Optimizers, as_list
 from .fill import Wanted, check_meta, fill
+from .opening import open_source
 from .restore import (
     LoadReport,
     NameMap,
@@ -44,7 +48,8 @@ class Loaded(LoadReport):
         step: the step that was loaded.
         extra: what this rank passed to `save` as ``extra``, or the first rank's if this rank did
             not take part.
-        extra_of_ranks: the ``extra`` of every rank that saved.
+        extra_of_ranks: the ``extra`` of every rank that saved. Those of other ranks are read from
+            the checkpoint when they are asked for: while it is there.
         unread: of "model", "optimizer" and "scheduler" those that were saved, and of which
             something was not loaded because it was not passed: "optimizer" also if the state of a
             parameter of this model is left out, since it is in no optimizer here.
@@ -55,7 +60,7 @@ class Loaded(LoadReport):
 
     step: int = 0
     extra: Any = None
-    extra_of_ranks: dict[int, Any] = field(default_factory=dict)
+    extra_of_ranks: Mapping[int, Any] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)
     same_ranks: bool = True
 
@@ -88,11 +93,12 @@ def load_training(
     """
     loaded = Loaded(step=step)
     optimizers, schedulers = as_list(optimizer), as_list(scheduler)
-    loaded.same_ranks = len(source.manifests) == len(ranks)
-    values = {rank: values_of_rank(source, rank) for rank in source.manifests}
-    mine = rank if rank in values and loaded.same_ranks else min(values)
+    loaded.same_ranks = len(source.ranks) == len(ranks)
+    mine = rank if rank in source.ranks and loaded.same_ranks else source.ranks[0]
+    # In the order in which they count: ranks whose optimizers have other names.
+    values = {rank: values_of_rank(source, rank) for rank in (mine, *source.speakers)}
     own = _own_tensors(source, mine) if loaded.same_ranks else {}
-    loaded.extra_of_ranks = extras(source, values)
+    loaded.extra_of_ranks = Extras(source, values)
     loaded.extra = loaded.extra_of_ranks[mine]
     states = _scheduler_states(source, values[mine], schedulers)
     extra_state = extra_state_in(source, values[mine])
@@ -112,7 +118,7 @@ def load_training(
                 "The model is on the meta device and has an optimizer: call "
                 "fsdp2.materialize(model) first, then make the optimizer"
             )
-    load_optimizers, merged = None, _merged(values, mine)
+    load_optimizers, merged = None, _merged(values)
     if optimizers:
         if found is None:
             raise ValueError("To load an optimizer, pass the model whose parameters it has")
@@ -143,7 +149,7 @@ def load_training(
     loaded.bytes_read = source.bytes_read
     if random_state and not loaded.same_ranks and "random" in values[mine] and rank == ranks[0]:
         warnings.warn(
-            f"{source.path}: random state is not restored: {len(source.manifests)} ranks saved it, "
+            f"{source.path}: random state is not restored: {len(source.ranks)} ranks saved it, "
             f"{len(ranks)} load it. Seed each rank anew, and pass random_state=False",
             stacklevel=3,
         )
@@ -216,35 +222,57 @@ def _scheduler_states(source: Source, values: dict[str, Any], schedulers: list[A
     return states
 
 
-def extras(source: Source, values: dict[int, dict[str, Any]]) -> dict[int, Any]:
-    """What each rank passed to `save` as ``extra``.
+class Extras(Mapping[int, Any]):
+    """What each rank passed to `save` as ``extra``, read when it is asked for.
 
     Args:
-        values: the small state of each rank.
+        values: the small state of ranks of which it was read already.
     """
-    return {
-        rank: converted(
-            f"{source.path}: the extra of rank {rank}", partial(decode, each.get("extra"))
-        )
-        for rank, each in values.items()
-    }
+
+    def __init__(self, source: Source, values: dict[int, dict[str, Any]]) -> None:
+        self._path = Path(os.path.abspath(source.path))
+        self._ranks = source.ranks
+        if source.index is None:  # of all were read the manifests: as in memory, it may be gone
+            values = {rank: values_of_rank(source, rank) for rank in source.ranks}
+        self._known = {rank: self._decoded(rank, each) for rank, each in values.items()}
+
+    @override
+    def __getitem__(self, rank: int) -> Any:
+        if rank not in self._known:
+            if rank not in self._ranks:
+                raise KeyError(rank)
+            with open_source(self._path) as source:
+                self._known[rank] = self._decoded(rank, values_of_rank(source, rank))
+        return self._known[rank]
+
+    def _decoded(self, rank: int, values: dict[str, Any]) -> Any:
+        what = f"{self._path}: the extra of rank {rank}"
+        return converted(what, partial(decode, values.get("extra")))
+
+    @override
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ranks)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._ranks)
 
 
 def _own_tensors(source: Source, rank: int) -> dict[str, Tensor]:
     name = own_name(rank)
-    if name not in source.manifests[rank].small_files:
+    if name not in source.small_files(rank):
         return {}
-    return tensors_in(source.small_file(name), f"{source.path}/{FOLDER}/{name}")
+    return tensors_in(source.small_file(rank, name), f"{source.path}/{FOLDER}/{name}")
 
 
-def _merged(values: dict[int, dict[str, Any]], mine: int) -> dict[str, Any]:
-    """Optimizer values of this rank, plus those under names that only other ranks have."""
-    if "optimizers" not in values[mine]:
+def _merged(values: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """Optimizer values of the first rank, plus those under names that only others have."""
+    if "optimizers" not in next(iter(values.values())):
         return {}
     groups: list[Any] = []
     state: dict[str, Any] = {}
-    for rank in (mine, *values):
-        groups += values[rank].get("optimizers", [])
-        for name, entry in values[rank].get("optimizer_state", {}).items():
+    for each in values.values():
+        groups += each.get("optimizers", [])
+        for name, entry in each.get("optimizer_state", {}).items():
             state.setdefault(name, entry)
     return {"optimizers": groups[::-1], "optimizer_state": state}

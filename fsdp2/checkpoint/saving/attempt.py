@@ -19,7 +19,6 @@ written reads as valid zeros; with zeros in place of the header, no safetensors 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 from contextlib import contextmanager, suppress
@@ -29,6 +28,7 @@ from pathlib import Path
 from ..errors import CheckpointError, CheckpointExists
 from ..format.disk import Disk
 from ..format.header import frame
+from ..format.index import NAME, index_parts
 from ..format.manifest import (
     FAILED,
     FOLDER,
@@ -36,7 +36,7 @@ from ..format.manifest import (
     Manifest,
     dump,
     failed_name,
-    index_of,
+    hf_index_bytes,
     load,
     marker_name,
 )
@@ -227,11 +227,12 @@ class Attempt:
             for files in manifest.sets:
                 for file, header in files.headers.items():
                     self._write_header(staging, file, frame(header))
-        index = index_of(manifests)
-        if index is not None:
-            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-            # With a shared temporary name, one rank would rename the file that another is writing.
-            self.disk.write_file(INDEX, text.encode(), staging, unique=str(self.rank))
+        # With a shared temporary name, one rank would rename the file that another is writing.
+        unique = str(self.rank)
+        hf_index = hf_index_bytes(manifests)
+        if hf_index is not None:
+            self.disk.write_file(INDEX, hf_index, staging, unique=unique)
+        self.disk.write_file(NAME, index_parts(manifests, hf_index), folder, unique=unique)
         # The folders before the rename: after a power failure, the final name must not stand for a
         # folder whose entries never reached the disk.
         self.disk.sync(folder, FOLDER)

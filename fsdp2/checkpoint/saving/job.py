@@ -23,6 +23,7 @@ from ...common.versions import __version__
 from ..errors import CheckpointError
 from ..format.disk import Disk
 from ..format.manifest import FOLDER, Manifest, own_name, state_name
+from ..format.small_state import digest_of_names
 from ..format.strict import small_limit
 from ..format.tensors import LocalBytes
 from .attempt import Attempt, remove_left, sweep
@@ -131,6 +132,7 @@ class SaveJob:
                     aliases=self.captured.aliases,
                     small_files=small,
                     writer=describe_writer(),
+                    optimizer_names=digest_of_names(self.captured.values),
                 )
             )
         except BaseException as error:

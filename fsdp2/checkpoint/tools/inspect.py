@@ -21,8 +21,9 @@ from ..errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
 from ..format.header import Header, TensorInfo
 from ..format.manifest import FOLDER, INDEX
 from ..format.tensors import DTYPES
+from ..loading.opening import open_source
 from ..loading.reading import Target, read_into, verify_boxes
-from ..loading.source import Extent, Source, Stored, open_source
+from ..loading.source import Extent, Source, Stored
 
 PIECE_BYTES = 4 << 20  # of a tensor in memory at a time
 OnBytes = Callable[[int], None] | None
@@ -67,7 +68,7 @@ def open_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> So
         CheckpointNotFound, CheckpointError: if there is none.
         CorruptCheckpoint: if what is there is damaged or incomplete.
     """
-    return open_source(find_checkpoint(path, step)[0])
+    return open_source(find_checkpoint(path, step)[0], by_manifests=True)
 
 
 # -- streaming ----------------------------------------------------------------------------------
@@ -258,8 +259,8 @@ def check(source: Source, on_bytes: OnBytes = None) -> Verified:
     num_tensors = len(source.tensors) + len(source.optimizer)
     if not source.verifiable:
         return Verified(False, num_tensors, 0, len(source.files), 0, time.monotonic() - start)
-    small = {name for m in source.manifests.values() for name in m.small_files}
-    num_bytes = sum(len(source.small_file(name)) for name in sorted(small))
+    small = [(rank, name) for rank, m in source.manifests.items() for name in m.small_files]
+    num_bytes = sum(len(source.small_file(rank, name)) for rank, name in small)
     num_bytes += verify_boxes(source, _every_chunk(source), on_bytes=on_bytes)
     return Verified(
         checksums=True,

@@ -1,0 +1,538 @@
+"""One file from which a load knows where its bytes are, however many ranks saved.
+
+Manifests say the same, but only all of them together: a rank that reads them at every load reads
+more with every rank that saved. The rank that commits has read them, and writes this file::
+
+    records | stretches | places | contents | tail
+
+- a *record* for each rank: its own data files, the digests of its small files, and the checksums of
+  what it wrote;
+- *cuts*: which rank has which box of a tensor. Layers repeat shapes, so one cut is for all tensors
+  that are cut alike. Its entries are sorted by where they begin, and read in stretches: the
+  contents say where each stretch begins, so a box is found by reading one or two of them;
+- *places*: where the record of each rank is;
+- *contents*: JSON of names, shapes, shared files and cuts, which every load reads;
+- the *tail*, of a fixed size: where the contents are.
+
+Whatever is read at once has a CRC32 of its own. So a load reads the contents, a stretch for each
+shape, and the records of the ranks whose shards it needs, of which there are as many as it needs
+bytes of.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple
+
+from ...dtensor.boxes import Box
+from ..errors import CorruptCheckpoint
+from .checksum import crc32
+from .disk import read_exactly
+from .header import ITEM_BITS, TensorInfo, bytes_of, fits, frame, parse_json
+from .manifest import BLOCK_BYTES, Manifest, kind_of
+from .strict import MAX_INDEX_BYTES, Check, converted, is_file_name, open_regular
+
+NAME = "index.fsdp2"
+VERSION = 1
+STRETCH = 128  # entries of a cut that are read at once
+PLACE = struct.Struct("<QII")  # of a record: offset, bytes, CRC32
+TAIL = struct.Struct("<8sIQII")  # magic, version, and of the contents offset, bytes, CRC32
+_MAGIC = b"fsdp2idx"
+
+
+class FileInfo(NamedTuple):
+    """A data file: its size in bytes, and length and SHA-256 of the header that it begins with."""
+
+    size: int
+    header_bytes: int
+    header_sha256: str
+
+
+@dataclass
+class _Cut:
+    """Tensors of one dtype and shape, and the boxes that ranks wrote of each of them."""
+
+    number: int
+    tensors: tuple[int, ...]
+    shape: tuple[int, ...]
+    # The rank by its position, which group of its record it is, and the box.
+    entries: list[tuple[int, int, Box]] = field(default_factory=list)
+
+    def dim(self) -> int | None:
+        """The dim in which boxes begin at the most places; None for 0-dim tensors."""
+        dims = range(len(self.shape))
+        starts = [len({box.start[d] for *_, box in self.entries}) for d in dims]
+        return max(dims, key=starts.__getitem__, default=None)
+
+
+class _Builder:
+    """Gathers what manifests say, in the order of ranks."""
+
+    def __init__(self) -> None:
+        self.ranks: list[int] = []
+        self.tensors: list[tuple[str, TensorInfo]] = []  # with their kinds, by number
+        self.numbers: dict[tuple[str, str], int] = {}
+        self.owners: dict[int, tuple[int, ...]] = {}
+        self.places: dict[tuple[str, str], tuple[str, int]] = {}
+        self.cuts: dict[tuple[int, ...], _Cut] = {}
+        self.files: dict[str, FileInfo] = {}
+        self.aliases: dict[str, str] = {}
+        self.speakers: dict[str | int, int] = {}
+
+    def record(self, manifest: Manifest) -> bytes:
+        """The record of a rank; remembers what is common to all."""
+        position = len(self.ranks)
+        self.ranks.append(manifest.rank)
+        self.aliases.update(manifest.aliases)
+        names = manifest.optimizer_names
+        self.speakers.setdefault(manifest.rank if names is None else names, manifest.rank)
+        own = self._add_files(manifest)
+        set_of = {file: s.ranks for s in reversed(manifest.sets) for file in s.sizes}
+        alike: dict[tuple[str, tuple[int, ...], Box, str], list[tuple[int, Any]]] = {}
+        for chunk in manifest.chunks:
+            number = self._number(kind_of(chunk.file), chunk.tensor)
+            ranks = set_of[chunk.file]
+            # Ranks that share no files may have written the same tensor: the first ones count.
+            if self.owners.setdefault(number, ranks) == ranks:
+                file = chunk.file if chunk.file in own else ""
+                key = (file, chunk.tensor.shape, chunk.box, chunk.tensor.dtype)
+                alike.setdefault(key, []).append((number, chunk))
+        groups: list[tuple[int, str, int]] = []
+        data = bytearray()
+        for (file, shape, box, _), members in alike.items():
+            numbers = tuple([number for number, _ in members])
+            cut = self.cuts.get(numbers)
+            if cut is None:
+                cut = self.cuts[numbers] = _Cut(len(self.cuts), numbers, shape)
+            cut.entries.append((position, len(groups), box))
+            groups.append((cut.number, file, len(data)))
+            if file:
+                data += struct.pack(f"<{len(members)}Q", *[c.offset for _, c in members])
+            for _, chunk in members:
+                data += struct.pack(f"<{len(chunk.checksums)}I", *chunk.checksums)
+        content = {"files": own, "small_files": manifest.small_files, "groups": groups}
+        return json.dumps(content, separators=(",", ":")).encode() + b"\n" + data
+
+    def _number(self, kind: str, tensor: TensorInfo) -> int:
+        number = self.numbers.setdefault((kind, tensor.name), len(self.tensors))
+        if number == len(self.tensors):
+            self.tensors.append((kind, tensor))
+        return number
+
+    def _add_files(self, manifest: Manifest) -> dict[str, FileInfo]:
+        """Note shared files and what is in them; returns the files of this rank alone."""
+        own = {}
+        for files in manifest.sets:
+            for file, header in files.headers.items():
+                framed = frame(header)
+                sha256 = hashlib.sha256(framed).hexdigest()
+                info = FileInfo(files.sizes[file], len(framed), sha256)
+                if files.whole:
+                    self.files[file] = info
+                else:
+                    own[file] = info
+                for name, entry in json.loads(header).items():
+                    if name == "__metadata__":
+                        continue
+                    if files.whole:
+                        place = file, len(framed) + entry["data_offsets"][0]
+                        self.places.setdefault((kind_of(file), name), place)
+                    if entry["data_offsets"][0] == entry["data_offsets"][1]:  # no rank writes it
+                        tensor = TensorInfo(name, entry["dtype"], tuple(entry["shape"]))
+                        self._number(kind_of(file), tensor)
+        return own
+
+
+def index_parts(manifests: Iterable[Manifest], hf_index: bytes | None) -> Iterator[bytes]:
+    """The bytes of an index, piece after piece.
+
+    Args:
+        manifests: of all ranks, in their order; they agree (`check_agreement`).
+        hf_index: Hugging Face's index, if there is one.
+    """
+    builder, places, at = _Builder(), bytearray(), 0
+    first: Manifest | None = None
+    for manifest in manifests:
+        first = first or manifest
+        record = builder.record(manifest)
+        places += PLACE.pack(at, len(record), crc32(record))
+        at += len(record)
+        yield record
+    assert first is not None
+    cuts = []
+    for cut in builder.cuts.values():
+        listed, stretches = _listed(cut, at)
+        cuts.append(listed)
+        at += len(stretches)
+        yield stretches
+    yield bytes(places)
+    files = list(builder.files)
+    tensors = []
+    for kind, tensor in builder.tensors:
+        place = builder.places.get((kind, tensor.name))
+        where = [] if place is None else [files.index(place[0]), place[1]]
+        tensors.append([kind, tensor.name, tensor.dtype, list(tensor.shape), *where])
+    contents = json.dumps(
+        {
+            "nonce": first.nonce,
+            "name": first.name,
+            "ranks": _ranges(builder.ranks),
+            "speakers": list(builder.speakers.values()),
+            "aliases": builder.aliases,
+            "hf_index_sha256": hf_index and hashlib.sha256(hf_index).hexdigest(),
+            "files": builder.files,
+            "tensors": tensors,
+            "cuts": cuts,
+            "places": at,
+        },
+        separators=(",", ":"),
+    ).encode()
+    yield contents
+    at += len(places)
+    yield TAIL.pack(_MAGIC, VERSION, at, len(contents), crc32(contents))
+
+
+def _listed(cut: _Cut, at: int) -> tuple[dict[str, Any], bytes]:
+    """What the contents say of a cut whose entries begin at byte ``at``, and the entries."""
+    dim = cut.dim()
+    if dim is not None:
+        cut.entries.sort(key=lambda entry: (entry[2].start[dim], entry[2], entry[0]))
+    entry_of = struct.Struct(f"<II{2 * len(cut.shape)}Q")
+    entries = [entry_of.pack(p, group, *box.start, *box.shape) for p, group, box in cut.entries]
+    firsts = range(0, len(entries), STRETCH)
+    stretches = [b"".join(entries[first : first + STRETCH]) for first in firsts]
+    listed = {
+        "tensors": cut.tensors,
+        "at": at,
+        "num": len(entries),
+        "dim": dim,
+        "longest": 0 if dim is None else max(box.shape[dim] for *_, box in cut.entries),
+        "starts": [0 if dim is None else cut.entries[i][2].start[dim] for i in firsts],
+        "crcs": list(map(crc32, stretches)),
+    }
+    return listed, b"".join(stretches)
+
+
+def _ranges(ranks: Sequence[int]) -> list[list[int]]:
+    """Ascending numbers as [first, last] of each consecutive stretch."""
+    found = []
+    for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0]):
+        members = [rank for _, rank in run]
+        found.append([members[0], members[-1]])
+    return found
+
+
+# -- reading ------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """A tensor in the contents.
+
+    Attributes:
+        file, offset: where it lies as a whole; None if ranks have parts of it in their own files.
+        cuts: each cut that it is in, and its position there.
+    """
+
+    info: TensorInfo
+    file: str | None
+    offset: int
+    cuts: list[tuple[Cut, int]]
+
+
+class Cut(NamedTuple):
+    """As `_listed` writes it."""
+
+    number: int
+    size: int  # of tensors
+    dtype: str
+    shape: tuple[int, ...]
+    at: int
+    num: int
+    dim: int | None
+    longest: int
+    starts: tuple[int, ...]
+    crcs: tuple[int, ...]
+
+
+class Entry(NamedTuple):
+    """A box of each tensor of a cut: group ``group`` in the record of the rank at ``position``."""
+
+    position: int
+    group: int
+    box: Box
+
+
+class Written(NamedTuple):
+    """A box of a tensor that a rank wrote.
+
+    Attributes:
+        file, info, offset: the rank's own file, and the box's first byte there; all None if a file
+            holds the whole tensor.
+        checksums: CRC32 of each block.
+    """
+
+    file: str | None
+    info: FileInfo | None
+    offset: int | None
+    checksums: tuple[int, ...]
+
+
+class Record(NamedTuple):
+    """What one rank wrote.
+
+    Attributes:
+        groups: of tensors of which it wrote the same box: their cut, the rank's own file that holds
+            these boxes, or "" where files hold whole tensors, and where in ``data`` their offsets
+            in that file and their checksums begin.
+    """
+
+    files: dict[str, FileInfo]
+    small_files: dict[str, str]
+    groups: list[tuple[int, str, int]]
+    data: memoryview
+
+
+class Index:
+    """An open index; `close` it.
+
+    Args:
+        path: of the file.
+
+    Attributes:
+        ranks: those that saved, ascending.
+        speakers: of ranks whose optimizers have the same parameters, the first.
+        tables: rows of the model's and of the optimizer's tensors, by name.
+        files: those that several ranks wrote.
+        bytes_read: so far.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        CorruptCheckpoint: here and in all methods, if what is there is not what was written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._shown = os.fspath(path)
+        self._check = Check(f"{self._shown}: not an index")
+        self._fd = open_regular(path)
+        self.bytes_read = 0
+        try:
+            self._size = os.fstat(self._fd).st_size
+            self._read_contents()
+        except BaseException:
+            self.close()
+            raise
+        self.record = lru_cache(1024)(self._record)
+        self._near = lru_cache(4096)(self._entries_near)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    # -- contents ---------------------------------------------------------------------------
+
+    def _read_contents(self) -> None:
+        tail = self._read(self._size - TAIL.size, TAIL.size, None)
+        magic, version, at, num, crc = TAIL.unpack(tail)
+        if magic != _MAGIC or version != VERSION:
+            raise CorruptCheckpoint(
+                f"{self._shown}: not an index of version {VERSION}, which this fsdp2 reads"
+            )
+        if num > MAX_INDEX_BYTES or at + num + TAIL.size != self._size:
+            raise self._check.bad("the tail", f"{at} + {num} of {self._size} bytes")
+        contents = self._check.table(
+            parse_json(bytes(self._read(at, num, crc)), f"{self._shown}: its contents"), "it"
+        )
+        # The checksum tells damage. An attacker's is right: so the kind of every value is checked.
+        converted(self._check.what, lambda: self._parse(contents))
+
+    def _parse(self, contents: dict[str, Any]) -> None:
+        check = self._check
+        self.nonce = check.text(contents["nonce"], "nonce")
+        self.name = check.text(contents["name"], "name")
+        self.ranks = self._parsed_ranks(contents["ranks"])
+        self.speakers = check.numbers(contents["speakers"], "speakers")
+        if not self.speakers or not set(self.speakers) <= set(self.ranks):
+            raise check.bad("speakers", "other ranks than those that saved")
+        self.aliases = check.texts(contents["aliases"], "aliases")
+        digest = contents["hf_index_sha256"]
+        self.hf_index_sha256 = None if digest is None else check.text(digest, "hf_index_sha256")
+        self.files = self._parsed_files(contents["files"])
+        self._shared = list(self.files)
+        self._places = check.number(contents["places"], "places")
+        rows = [self._parsed_row(row) for row in check.items(contents["tensors"], "tensors")]
+        cuts = enumerate(check.items(contents["cuts"], "cuts"))
+        self.cuts = [self._parsed_cut(number, cut, rows) for number, cut in cuts]
+        self.tables: dict[str, dict[str, Row]] = {"model": {}, "optim": {}}
+        for kind, row in rows:
+            self.tables[kind][row.info.name] = row
+        if sum(map(len, self.tables.values())) != len(rows):
+            raise check.bad("tensors", "two of one name")
+
+    def _parsed_ranks(self, value: Any) -> tuple[int, ...]:
+        ranks: list[int] = []
+        for each in self._check.items(value, "ranks"):
+            first, last = self._check.numbers(each, "ranks")
+            if last - first >= self._size or (ranks and first <= ranks[-1]):
+                raise self._check.bad("ranks", f"{first} to {last}")
+            ranks += range(first, last + 1)
+        if not ranks:
+            raise self._check.bad("ranks", "none")
+        return tuple(ranks)
+
+    def _parsed_files(self, value: Any) -> dict[str, FileInfo]:
+        files = {}
+        for name, info in self._check.table(value, "files").items():
+            size, header_bytes, digest = info
+            files[self._check.file_name(name, "files")] = FileInfo(
+                self._check.number(size, f"the size of {name!r}"),
+                self._check.number(header_bytes, f"the header of {name!r}"),
+                self._check.text(digest, f"the digest of {name!r}"),
+            )
+        return files
+
+    def _parsed_row(self, value: Any) -> tuple[str, Row]:
+        kind, name, dtype, shape, *place = value
+        name = self._check.text(name, "a name")
+        shape = self._check.numbers(shape, f"the shape of {name!r}")
+        if kind not in ("model", "optim") or dtype not in ITEM_BITS:
+            raise self._check.bad(f"kind and dtype of {name!r}", f"{kind} {dtype}")
+        info = TensorInfo(name, dtype, shape)
+        if not fits(shape, info.itemsize):
+            raise self._check.bad(f"the shape of {name!r}", str(shape))
+        if kind == "optim" and (not name.startswith("optim.") or name.count(".") < 2):
+            raise self._check.bad("the name of an optimizer's state", name)
+        if not place:
+            return kind, Row(info, None, 0, [])
+        number, offset = self._check.numbers(place, f"the place of {name!r}")
+        file = self._shared[number]
+        if offset + info.nbytes > self.files[file].size:
+            raise self._check.bad(f"the place of {name!r}", offset)
+        return kind, Row(info, file, offset, [])
+
+    def _parsed_cut(self, number: int, value: Any, rows: Sequence[tuple[str, Row]]) -> Cut:
+        check = self._check
+        tensors = check.numbers(value["tensors"], "the tensors of a cut")
+        dim, num = value["dim"], check.number(value["num"], "the entries of a cut")
+        members = [rows[number][1] for number in tensors]
+        dtype, shape = members[0].info[1:]
+        starts = check.numbers(value["starts"], "the starts of a cut")
+        crcs = check.numbers(value["crcs"], "the checksums of a cut")
+        if any(row.info[1:] != (dtype, shape) for row in members):
+            raise check.bad("the tensors of a cut", "of different dtypes or shapes")
+        if dim is not None and check.number(dim, "the dim of a cut") >= len(shape):
+            raise check.bad("the dim of a cut", dim)
+        if len(starts) != -(-num // STRETCH) or len(crcs) != len(starts):
+            raise check.bad("the stretches of a cut", len(starts))
+        if any(a > b for a, b in pairwise(starts)):
+            raise check.bad("the starts of a cut", "unsorted")
+        at = check.number(value["at"], "the place of a cut")
+        longest = check.number(value["longest"], "the longest of a cut")
+        cut = Cut(number, len(members), dtype, shape, at, num, dim, longest, starts, crcs)
+        for position, row in enumerate(members):
+            row.cuts.append((cut, position))
+        return cut
+
+    # -- what is read on demand -------------------------------------------------------------
+
+    def near(self, cut: Cut, box: Box) -> Sequence[Entry]:
+        """The entries of a cut that overlap ``box``."""
+        return self._near(cut.number, box)
+
+    def _entries_near(self, number: int, box: Box) -> Sequence[Entry]:
+        cut = self.cuts[number]
+        first, last = 0, len(cut.starts)
+        if cut.dim is not None:
+            begin, size = box.start[cut.dim], box.shape[cut.dim]
+            first = max(0, bisect_left(cut.starts, begin - cut.longest + 1) - 1)
+            last = bisect_left(cut.starts, begin + size)
+        found = []
+        for stretch in range(first, last):
+            found += [e for e in self._stretch(cut, stretch) if e.box.intersect(box) is not None]
+        return found
+
+    def _stretch(self, cut: Cut, stretch: int) -> Iterator[Entry]:
+        ndim = len(cut.shape)
+        entry = struct.Struct(f"<II{2 * ndim}Q")
+        begin = stretch * STRETCH
+        num = min(STRETCH, cut.num - begin)
+        data = self._read(cut.at + begin * entry.size, num * entry.size, cut.crcs[stretch])
+        for position, group, *numbers in entry.iter_unpack(data):
+            box = Box(tuple(numbers[:ndim]), tuple(numbers[ndim:]))
+            if position >= len(self.ranks) or not box.within(cut.shape):
+                raise self._check.bad("an entry of a cut", f"{position}, {box}")
+            yield Entry(position, group, box)
+
+    def record_of(self, rank: int) -> Record:
+        """The record of one of `ranks`."""
+        return self.record(bisect_left(self.ranks, rank))
+
+    def _record(self, position: int) -> Record:
+        """The record of the rank at ``position`` among those that saved."""
+        place = self._read(self._places + position * PLACE.size, PLACE.size, None)
+        content, _, data = bytes(self._read(*PLACE.unpack(place))).partition(b"\n")
+        check = self._check
+        what = f"{self._shown}: the record of rank {self.ranks[position]}"
+        table = check.table(parse_json(content, what), "a record")
+        return converted(check.what, lambda: self._parsed_record(table, memoryview(data)))
+
+    def _parsed_record(self, table: dict[str, Any], data: memoryview) -> Record:
+        check = self._check
+        files = self._parsed_files(table["files"])
+        groups = []
+        for cut, file, at in check.items(table["groups"], "groups"):
+            self.cuts[check.number(cut, "a cut")]
+            if file != "" and check.file_name(file, "the file of a group") not in files:
+                raise check.bad("the file of a group", file)
+            groups.append((cut, file, check.number(at, "the place of a group")))
+        small = check.texts(table["small_files"], "small_files")
+        if not all(map(is_file_name, small)):
+            raise check.bad("small_files", "a path")
+        return Record(files, small, groups, data)
+
+    def written(self, cut: Cut, place: int, entry: Entry) -> Written:
+        """What the rank of an entry wrote of the tensor at ``place`` in a cut."""
+        record = self.record(entry.position)
+        what = f"a group of rank {self.ranks[entry.position]}"
+        if entry.group >= len(record.groups):
+            raise self._check.bad(what, entry.group)
+        number, file, at = record.groups[entry.group]
+        info = record.files[file] if file else None
+        if number != cut.number:
+            raise self._check.bad(what, f"of cut {number}")
+        nbytes = bytes_of(cut.dtype, entry.box.shape)
+        num_blocks = -(-nbytes // BLOCK_BYTES)
+        offset = None
+        if info is not None:
+            (offset,) = self._numbers(record, "Q", at + 8 * place, 1)
+            at += 8 * cut.size
+            if offset + nbytes > info.size:
+                raise self._check.bad(f"a place in {file}", offset)
+        crcs = self._numbers(record, "I", at + 4 * num_blocks * place, num_blocks)
+        return Written(file or None, info, offset, crcs)
+
+    def _numbers(self, record: Record, kind: str, at: int, num: int) -> tuple[int, ...]:
+        numbers = struct.Struct(f"<{num}{kind}")
+        if at + numbers.size > len(record.data):
+            raise self._check.bad("the place of a group", at)
+        return numbers.unpack_from(record.data, at)
+
+    def _read(self, at: int, num: int, crc: int | None) -> memoryview:
+        if at < 0 or at + num > self._size:
+            raise CorruptCheckpoint(f"{self._shown}: truncated: it has {self._size} bytes")
+        data = memoryview(bytearray(num))
+        if read_exactly(self._fd, data, at) != num:
+            raise CorruptCheckpoint(f"{self._shown}: it was cut while it was read")
+        self.bytes_read += num
+        if crc is not None and crc32(data) != crc:
+            raise CorruptCheckpoint(
+                f"{self._shown}: the checksum of bytes {at} to {at + num} is wrong. Without this "
+                "file, the manifests next to it are read instead"
+            )
+        return data

@@ -1,0 +1,340 @@
+"""Opens a checkpoint of this package: by its index, or by the manifests of all ranks.
+
+The index says where the bytes of this rank are, and only the files that hold them are opened.
+Checkpoints of earlier releases have no index, nor have snapshots in memory: their manifests say the
+same together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from typing_extensions import override
+
+from ...dtensor.boxes import Box, overlapping
+from ..errors import CheckpointError, CorruptCheckpoint, some
+from ..format.header import Header, TensorInfo, frame, parse_json
+from ..format.index import NAME, Cut, Entry, Index, Row, index_parts
+from ..format.manifest import (
+    BLOCK_BYTES,
+    FOLDER,
+    INDEX,
+    Chunk,
+    Manifest,
+    hf_index_bytes,
+    load,
+    marker_name,
+    parse_marker_name,
+)
+from ..format.strict import MAX_SMALL_BYTES, Check, open_regular, read_small
+from ..saving.attempt import check_agreement
+from .source import Extent, Source, Stored
+
+
+def open_own(source: Source, by_manifests: bool) -> None:
+    """Fill in ``source``, whose folder is open; see `open_source`."""
+    folder = source.path / FOLDER
+    if folder.is_symlink():
+        raise CorruptCheckpoint(f"{folder} is a symbolic link, which this checkpoint never had")
+    if by_manifests or not os.path.lexists(folder / NAME):
+        _open_by_manifests(source, folder)
+    else:
+        _open_by_index(source, folder / NAME)
+
+
+# -- by the index -------------------------------------------------------------------------------
+
+
+def _open_by_index(source: Source, path: Path) -> None:
+    index = source.index = Index(path)
+    source.ranks, source.speakers, source.aliases = index.ranks, index.speakers, index.aliases
+    source.small_files = lambda rank: index.record_of(rank).small_files
+    checked: set[tuple[object, ...]] = set()
+    for kind, table in (("model", source.tensors), ("optim", source.optimizer)):
+        for name, row in index.tables[kind].items():
+            table[name] = Indexed(row.info, source=source, index=index, row=row, checked=checked)
+    if index.hf_index_sha256 is not None:
+        found = _read_hf_index(source)
+        if hashlib.sha256(found).hexdigest() != index.hf_index_sha256:
+            raise _other_hf_index(source)
+
+
+@dataclass
+class Indexed(Stored):
+    """A tensor that the index locates. Finding what holds a box opens the files that do.
+
+    Attributes:
+        checked: of all tensors, which boxes of which cuts were found to be covered.
+    """
+
+    source: Source = field(kw_only=True, repr=False)
+    index: Index = field(kw_only=True, repr=False)
+    row: Row = field(kw_only=True)
+    checked: set[tuple[object, ...]] = field(kw_only=True, repr=False)
+
+    @override
+    def near(self, box: Box) -> list[tuple[Chunk, Extent]]:
+        if not box.numel:
+            return []
+        entries = [
+            (cut, place, entry)
+            for cut, place in self.row.cuts
+            for entry in self.index.near(cut, box)
+        ]
+        key = (*(cut.number for cut, _ in self.row.cuts), box)
+        if key not in self.checked:
+            self._check_covered(box, [entry for *_, entry in entries])
+            self.checked.add(key)
+        return [self._chunk(*each) for each in entries]
+
+    def _chunk(self, cut: Cut, place: int, entry: Entry) -> tuple[Chunk, Extent]:
+        file, info, offset, checksums = self.index.written(cut, place, entry)
+        if file is None or offset is None:
+            extent = self._whole()
+        else:
+            extent = Extent(file, entry.box, offset)
+            self.source.open_file(file, info)
+        return Chunk(self.info, extent.file, entry.box, offset, checksums), extent
+
+    @override
+    def extents_near(self, box: Box) -> list[Extent]:
+        if not box.numel:
+            return []
+        return (
+            [extent for _, extent in self.near(box)] if self.row.file is None else [self._whole()]
+        )
+
+    def _whole(self) -> Extent:
+        """Of a tensor that lies in a file as a whole."""
+        file = self.row.file
+        if file is None:
+            raise CorruptCheckpoint(
+                f"{self.source.path}: the index names no file that holds '{self.info.name}'"
+            )
+        self.source.open_file(file, self.index.files[file])
+        return Extent(file, Box.whole(self.info.shape), self.row.offset)
+
+    def _check_covered(self, box: Box, entries: list[Entry]) -> None:
+        """Refuse a box that the entries do not cover: the rest would keep its old values."""
+        common = [box.intersect(entry.box) for entry in entries]
+        covered = sum(each.numel for each in common if each is not None)
+        if covered != box.numel or overlapping([entry.box for entry in entries]):
+            raise CorruptCheckpoint(
+                f"{self.source.path}: the index lists {covered} elements of '{self.info.name}', of "
+                f"the {box.numel} at {box.start} of shape {box.shape}"
+            )
+
+
+# -- by the manifests ---------------------------------------------------------------------------
+
+
+def _open_by_manifests(source: Source, folder: Path) -> None:
+    markers = {rank: num for name in os.listdir(folder) if (rank_num := parse_marker_name(name))
+               for rank, num in [rank_num]}  # fmt: skip
+    if not markers:
+        raise CorruptCheckpoint(f"{folder} has no manifest")
+    num_ranks = max(markers.values())
+    for rank in sorted(markers):
+        name = marker_name(rank, num_ranks)
+        try:
+            data = read_small(folder / name, MAX_SMALL_BYTES)
+        except FileNotFoundError:
+            raise CorruptCheckpoint(f"{folder}: manifests of different saves are mixed") from None
+        manifest = source.manifests[rank] = load(data, f"{folder}/{name}")
+        if manifest.rank != rank or rank not in manifest.ranks or len(manifest.ranks) != num_ranks:
+            raise CorruptCheckpoint(
+                f"{folder}/{name}: not a manifest: of rank {manifest.rank} of "
+                f"{len(manifest.ranks)} ranks"
+            )
+    manifests = list(source.manifests.values())
+    missing = sorted(set(manifests[0].ranks) - source.manifests.keys())
+    for manifest in manifests[1:]:
+        # Nonces count the attempts of one name.
+        if (manifest.nonce, manifest.name) != (manifests[0].nonce, manifests[0].name):
+            raise CorruptCheckpoint(
+                f"{source.path}: the manifests of ranks {manifests[0].rank} and {manifest.rank} "
+                "are of different saves"
+            )
+    source.ranks = tuple(source.manifests)
+    source.speakers = _speakers(manifests)
+    source.small_files = lambda rank: source.manifests[rank].small_files
+    _collect(source, missing)
+    if missing:
+        raise _incomplete(source, missing)
+    try:
+        check_agreement(manifests)
+    except CheckpointError as error:
+        raise CorruptCheckpoint(f"{source.path}: {error}") from error
+    hf_index = hf_index_bytes(manifests)
+    if hf_index is not None:
+        found = parse_json(_read_hf_index(source), f"{source.path / INDEX}")
+        if found != json.loads(hf_index):
+            raise _other_hf_index(source)
+    if os.path.lexists(folder / NAME):
+        _compare_index(source, folder / NAME, index_parts(manifests, hf_index))
+
+
+def _speakers(manifests: Iterable[Manifest]) -> tuple[int, ...]:
+    """The first of the ranks whose optimizers have the same parameters; all that do not say."""
+    found: dict[str | int, int] = {}
+    for manifest in manifests:
+        names = manifest.optimizer_names
+        found.setdefault(manifest.rank if names is None else names, manifest.rank)
+    return tuple(found.values())
+
+
+def _read_hf_index(source: Source) -> bytes:
+    """Hugging Face's index: compared with what was written, though only other libraries read it."""
+    try:
+        return read_small(source.path / INDEX, MAX_SMALL_BYTES)
+    except FileNotFoundError:
+        raise CorruptCheckpoint(f"{source.path / INDEX} is missing") from None
+
+
+def _other_hf_index(source: Source) -> CorruptCheckpoint:
+    return CorruptCheckpoint(f"{source.path / INDEX}: the index is not the one that was written")
+
+
+def _compare_index(source: Source, path: Path, parts: Iterable[bytes]) -> None:
+    """Compare the index with what the manifests say."""
+    with open(open_regular(path), "rb") as file:
+        same = all(file.read(len(part)) == part for part in parts) and not file.read(1)
+    if not same:
+        raise CorruptCheckpoint(f"{path}: the index is not the one that was written")
+
+
+def _collect(source: Source, missing: list[int]) -> None:
+    """Fill in tensors from the headers of the files and the chunks of the manifests."""
+    headers: dict[str, Header] = {}
+    owner: dict[str, tuple[int, ...]] = {}
+    wholes: dict[tuple[int, ...], Box] = {}
+    for manifest in source.manifests.values():
+        source.aliases.update(manifest.aliases)
+        for files in manifest.sets:
+            for file, size in files.sizes.items():
+                source.open_file(file)
+                actual = source.files[file]
+                if actual != size:
+                    raise CorruptCheckpoint(
+                        f"{source.path}/{file}: expected {size} bytes, the file has {actual}"
+                    )
+                if file not in headers:
+                    headers[file] = source.read_header(file)
+                if not missing and file in files.headers:
+                    _check_header(source, file, headers[file], files.headers[file])
+    for manifest in source.manifests.values():
+        # The first set that has a file, as the files of several sets have other names.
+        set_of = {file: s.ranks for s in reversed(manifest.sets) for file in s.sizes}
+        for chunk in manifest.chunks:
+            tensor, file, box, in_own_file, _ = chunk
+            name = tensor.name
+            table = _table_of(source, file, name)
+            stored = table.get(name)
+            if stored is None:
+                stored = table[name] = Stored(tensor)
+            ranks = set_of.get(file)
+            if ranks is None:
+                raise CorruptCheckpoint(
+                    f"{source.path}: '{name}' lies in {file}, which the manifest does not list"
+                )
+            if owner.setdefault(name, ranks) != ranks:
+                continue  # the same tensor again, written by ranks that share no files with these
+            _check_chunk(source, chunk, headers[file], stored.info)
+            if in_own_file is not None or not stored.extents:
+                holds = box
+                if in_own_file is None:
+                    holds = wholes.get(tensor.shape) or Box.whole(tensor.shape)
+                    wholes[tensor.shape] = holds
+                stored.extents.append(Extent(file, holds, headers[file].offsets[name]))
+            stored.chunks.append(chunk)
+    apart: set[tuple[Box, ...]] = set()  # equal layers are cut in the same way
+    for stored in (*source.tensors.values(), *source.optimizer.values()):
+        boxes = tuple([chunk.box for chunk in stored.chunks])
+        if boxes not in apart:
+            _check_apart(source, stored.info.name, boxes)
+            apart.add(boxes)
+    for file, header in headers.items():
+        for name, info in header.tensors.items():
+            table = _table_of(source, file, name)
+            if info.nbytes == 0:  # no rank writes a chunk of zero bytes
+                extent = Extent(file, Box.whole(info.shape), header.offsets[name])
+                table.setdefault(name, Stored(info, [extent]))
+            elif missing:  # the missing rank may have written all of it
+                table.setdefault(name, Stored(info))
+
+
+def _table_of(source: Source, file: str, name: str) -> dict[str, Stored]:
+    if not file.startswith("optim"):
+        return source.tensors
+    if not name.startswith("optim.") or name.count(".") < 2:
+        raise CorruptCheckpoint(f"{source.path}/{file}: {name[:300]!r} is no optimizer's state")
+    return source.optimizer
+
+
+def _check_apart(source: Source, name: str, boxes: tuple[Box, ...]) -> None:
+    """Check that no element is in two chunks: their sizes add up to the tensor's, so that another
+    element would be in none, and keep the value that it has in memory."""
+    both = overlapping(boxes)
+    if both is not None:
+        raise CorruptCheckpoint(
+            f"{source.path}: of '{name}' two ranks wrote the same part: "
+            f"{both[0].shape} at {both[0].start} and {both[1].shape} at {both[1].start}"
+        )
+
+
+def _check_header(source: Source, file: str, header: Header, expected: str) -> None:
+    # The bytes, with metadata and padding. Only where they differ it is looked up how.
+    if os.pread(source.open_file(file), header.data_start, 0) == frame(expected):
+        return
+    what = f"{source.path}/{file}: the header in the manifest"
+    table = Check(what).table(parse_json(expected.encode(), what), "it")
+    table.pop("__metadata__", None)
+    found = {
+        name: {
+            "dtype": info.dtype,
+            "shape": list(info.shape),
+            "data_offsets": [
+                header.offsets[name] - header.data_start,
+                header.offsets[name] - header.data_start + info.nbytes,
+            ],
+        }
+        for name, info in header.tensors.items()
+    }
+    if found != table:
+        names = [n for n in table.keys() | found.keys() if table.get(n) != found.get(n)]
+        raise CorruptCheckpoint(
+            f"{source.path}/{file}: the header is not the one that was written: {some(names)}"
+        )
+    raise CorruptCheckpoint(f"{source.path}/{file}: the header is not the one that was written")
+
+
+def _check_chunk(source: Source, chunk: Chunk, header: Header, as_of_others: TensorInfo) -> None:
+    tensor = chunk.tensor
+    in_file = tensor if chunk.offset is None else tensor._replace(shape=chunk.box.shape)
+    blocks = -(-chunk.nbytes // BLOCK_BYTES)
+    if (
+        header.tensors.get(tensor.name) != in_file
+        or tensor != as_of_others
+        or len(chunk.checksums) != blocks
+    ):
+        raise CorruptCheckpoint(
+            f"{source.path}/{chunk.file}: tensor '{chunk.tensor.name}' is not what the manifest "
+            "says"
+        )
+
+
+def _incomplete(source: Source, missing: list[int]) -> CorruptCheckpoint:
+    have = total = 0
+    for stored in (*source.tensors.values(), *source.optimizer.values()):
+        have += sum(chunk.nbytes for chunk in stored.chunks)
+        total += stored.info.nbytes
+    ranks = ", ".join(map(str, missing))
+    return CorruptCheckpoint(
+        f"{source.path}: the manifest of rank {ranks} is missing: the shards that are there cover "
+        f"{have} of {total} bytes"
+    )

@@ -1,0 +1,308 @@
+"""The index of a checkpoint: it says what all manifests say together, and is read in parts."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkpoint_cases import Tied, adamw, train
+from checkpoint_crash import NAME, make_job, run, save
+from fsdp2.checkpoint import Checkpointer, CheckpointError, CorruptCheckpoint
+from fsdp2.checkpoint.checkpointer import peek
+from fsdp2.checkpoint.format import index as index_format
+from fsdp2.checkpoint.format.header import TensorInfo
+from fsdp2.checkpoint.format.index import Index, index_parts
+from fsdp2.checkpoint.format.manifest import BLOCK_BYTES, Chunk, Manifest, TensorPart
+from fsdp2.checkpoint.loading.opening import open_source
+from fsdp2.checkpoint.saving.attempt import check_agreement
+from fsdp2.checkpoint.saving.writing import plan_save
+from fsdp2.checkpoint.tools.inspect import check, open_checkpoint
+from fsdp2.dtensor.boxes import Box, split_evenly
+from harness import ours_only
+
+pytestmark = ours_only("checkpoints")
+
+STEP = "step-000001"
+INDEX = Path(".fsdp2", "index.fsdp2")
+
+
+def manifests_of(
+    shapes: dict[str, tuple[int, ...]], mesh: tuple[int, int], layout: str, replicas: int = 1
+) -> list[Manifest]:
+    """Of ranks on a mesh that cuts dim 0 and, where there is one, dim 1; replicas take turns."""
+    num_ranks = mesh[0] * mesh[1] * replicas
+    ranks, found = tuple(range(num_ranks)), []
+    for rank in ranks:
+        place, replica = divmod(rank, replicas)
+        row, column = divmod(place, mesh[1])
+        parts = []
+        for number, (name, shape) in enumerate(shapes.items()):
+            cuts = [(0, size) for size in shape]
+            for dim, (parts_of_dim, mine) in enumerate(((mesh[0], row), (mesh[1], column))):
+                if dim < len(shape):
+                    cuts[dim] = split_evenly(shape[dim], parts_of_dim, mine)
+            alone = all(not (mine and dim >= len(shape)) for dim, mine in enumerate((row, column)))
+            box = Box(tuple(start for start, _ in cuts), tuple(size for _, size in cuts))
+            kind = "optim" if name.startswith("optim.") else "model"
+            writes = alone and number % replicas == replica
+            parts.append(TensorPart(kind, TensorInfo(name, "F32", shape), box, box, ranks, writes))
+        plan = plan_save(parts, rank, ranks, layout=layout, max_file_bytes=4000)
+        chunks = tuple(
+            Chunk(
+                planned.part.tensor,
+                planned.file,
+                planned.part.box,
+                None if planned.whole else planned.offset,
+                tuple(
+                    hash((rank, planned.part.tensor.name, block)) % 2**32
+                    for block in range(-(-4 * planned.part.box.numel // BLOCK_BYTES))
+                ),
+            )
+            for planned in plan.chunks
+        )
+        small = {f"state-{rank:05d}.json": "digest"}
+        found.append(Manifest("n", "s", rank, ranks, plan.sets, chunks, {}, small, {}, "names"))
+    check_agreement(found)
+    return found
+
+
+def opened(folder: Path, manifests: list[Manifest]) -> Index:
+    path = folder / "index.fsdp2"
+    path.write_bytes(b"".join(index_parts(manifests, None)))
+    return Index(path)
+
+
+def found_in(index: Index, kind: str, name: str, box: Box) -> set[tuple[Any, ...]]:
+    row = index.tables[kind][name]
+    return {
+        (entry.box, written.file or row.file, written.offset, written.checksums)
+        for cut, place in row.cuts
+        for entry in index.near(cut, box)
+        for written in [index.written(cut, place, entry)]
+    }
+
+
+def listed_in(manifests: list[Manifest], name: str, box: Box) -> set[tuple[Any, ...]]:
+    return {
+        (chunk.box, chunk.file, chunk.offset, chunk.checksums)
+        for manifest in manifests
+        for chunk in manifest.chunks
+        if chunk.tensor.name == name and chunk.box.intersect(box) is not None
+    }
+
+
+sizes = st.integers(1, 40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(sizes, max_size=3).map(tuple), min_size=1, max_size=6),
+    st.tuples(st.integers(1, 7), st.integers(1, 3)),
+    st.sampled_from(["shared", "per-rank"]),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.data(),
+)
+def test_every_box_is_found(
+    tmp_path_factory: pytest.TempPathFactory,
+    shapes: list[tuple[int, ...]],
+    mesh: tuple[int, int],
+    layout: str,
+    replicas: int,
+    stretch: int,
+    data: st.DataObject,
+) -> None:
+    named = {f"t{i}": shape for i, shape in enumerate(shapes)}
+    named |= {f"optim.exp_avg.t{i}": shape for i, shape in enumerate(shapes[:2])}
+    manifests = manifests_of(named, mesh, layout, replicas)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index_format, "STRETCH", stretch)
+        index = opened(tmp_path_factory.mktemp("index"), manifests)
+        for name, shape in named.items():
+            starts = [data.draw(st.integers(0, size - 1)) for size in shape]
+            ends = [data.draw(st.integers(a + 1, n)) for a, n in zip(starts, shape, strict=True)]
+            box = Box(tuple(starts), tuple(b - a for a, b in zip(starts, ends, strict=True)))
+            kind = "optim" if name.startswith("optim.") else "model"
+            for each in (box, Box.whole(shape)):
+                assert found_in(index, kind, name, each) == listed_in(manifests, name, each)
+        for rank, manifest in enumerate(manifests):
+            assert index.record_of(rank).small_files == manifest.small_files
+    index.close()
+
+
+@pytest.mark.parametrize("layout", ["shared", "per-rank"])
+def test_tensors_of_several_blocks(tmp_path: Path, layout: str) -> None:
+    shapes = dict.fromkeys(("first", "second", "third"), (3, BLOCK_BYTES // 4 + 9))
+    manifests = manifests_of(shapes, (2, 1), layout)
+    index = opened(tmp_path, manifests)
+    for name in shapes:
+        assert (index.tables["model"][name].file is None) == (layout == "per-rank")
+        box = Box((2, 0), (1, 5))
+        assert found_in(index, "model", name, box) == listed_in(manifests, name, box)
+        assert [len(sums) for *_, sums in found_in(index, "model", name, box)] == [2]
+    index.close()
+
+
+def test_a_tensor_that_ranks_without_common_files_both_have(tmp_path: Path) -> None:
+    """The first one's counts, as in the manifests."""
+    first, second = manifests_of({"expert": (4, 2)}, (2, 1), "per-rank")
+    [files] = second.sets
+    second = replace(second, sets=(replace(files, ranks=(1,)),))
+    index = opened(tmp_path, [first, second])
+    whole = Box.whole((4, 2))
+    assert found_in(index, "model", "expert", whole) == listed_in([first], "expert", whole)
+    index.close()
+
+
+def test_what_a_rank_reads_does_not_grow_with_the_ranks(tmp_path: Path) -> None:
+    """The bytes that a rank reads for its own shards, of 16 to 1,024 ranks."""
+    shapes = {f"layer{i}.weight": (2048, 4) for i in range(8)}
+    read = []
+    for num_ranks in (16, 128, 1024):
+        index = opened(tmp_path, manifests_of(shapes, (num_ranks, 1), "per-rank"))
+        rows = 2048 // num_ranks
+        box = Box((rows * 5, 0), (rows, 4))
+        for name in shapes:
+            [(found, *_)] = found_in(index, "model", name, box)
+            assert found == box
+        assert os.path.getsize(tmp_path / "index.fsdp2") > 300 * num_ranks
+        read.append(index.bytes_read)
+        index.close()
+    # Stretches have up to 128 entries of 40 bytes, and the contents list where they begin.
+    assert read[2] < read[0] + 6500
+
+
+def test_each_stretch_is_read_once_for_all_tensors(tmp_path: Path) -> None:
+    shapes = {f"layer{i}.weight": (512, 4) for i in range(20)}
+    index = opened(tmp_path, manifests_of(shapes, (512, 1), "shared"))
+    box = Box((300, 0), (1, 4))
+    found_in(index, "model", "layer0.weight", box)
+    read = index.bytes_read
+    for name in shapes:
+        found_in(index, "model", name, box)
+    assert index.bytes_read == read
+    index.close()
+
+
+# -- checkpoints --------------------------------------------------------------------------------
+
+
+def test_loads_open_only_what_they_need(tmp_path: Path) -> None:
+    """Of 40 ranks with files of their own: the files and records of the boxes that are wanted."""
+    whole = {"weight": torch.randn(80, 5), "bias": torch.randn(40)}
+    save(tmp_path, 40, layout="per-rank", whole=whole)
+    with open_source(tmp_path / NAME) as source:
+        assert source.files == {}
+        [(chunk, extent)] = source.tensors["weight"].near(Box((6, 0), (2, 5)))
+        assert chunk.box == extent.box == Box((6, 0), (2, 5))
+        assert list(source.files) == ["model-rank-00003.safetensors"]
+        (tmp_path / NAME / "model-rank-00004.safetensors").unlink()
+        with pytest.raises(CorruptCheckpoint, match=r"model-rank-00004.safetensors is missing"):
+            source.tensors["weight"].extents_near(Box((7, 0), (2, 5)))
+
+
+def test_an_index_that_lacks_an_entry(tmp_path: Path) -> None:
+    """Nothing that fsdp2 wrote: rows would keep the values that they have in memory."""
+    save(tmp_path, 3, layout="per-rank")
+    path = tmp_path / NAME / INDEX
+    with open_source(tmp_path / NAME, by_manifests=True) as source:
+        manifests = list(source.manifests.values())
+    second = manifests[1]
+    without = tuple(c for c in second.chunks if c.tensor.name != "weight")
+    moved = tuple(
+        c._replace(box=Box((0, 0), c.box.shape)) if c.tensor.name == "weight" else c
+        for c in second.chunks
+    )
+    for chunks, said in (
+        (without, r"lists 25 elements of 'weight', of the 40 at"),
+        (moved, r"lists 40 elements of 'weight', of the 40 at"),
+    ):
+        manifests[1] = replace(second, chunks=chunks)
+        path.write_bytes(b"".join(index_parts(manifests, None)))
+        with (
+            open_source(tmp_path / NAME) as source,
+            pytest.raises(CorruptCheckpoint, match=said),
+        ):
+            source.tensors["weight"].near(Box((0, 0), (8, 5)))
+
+
+def test_verify_compares_the_index_with_the_manifests(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    step = tmp_path / NAME
+    with open_checkpoint(step) as source:
+        assert check(source).checksums
+        manifests = list(source.manifests.values())
+    other = replace(manifests[1], aliases={"a": "weight"})
+    (step / INDEX).write_bytes(b"".join(index_parts([manifests[0], other], None)))
+    with pytest.raises(CorruptCheckpoint, match=r"index.fsdp2: the index is not the one"):
+        open_checkpoint(step)
+
+
+def test_a_rank_that_dies_while_it_writes_the_index(tmp_path: Path) -> None:
+    """The next one to look commits; what is left of the first does not stay in the way."""
+
+    class Died(BaseException):
+        pass
+
+    def before(call: str, operand: str) -> None:
+        if call == "pwrite" and operand == "index.fsdp2":
+            raise Died
+
+    run(make_job(tmp_path, 0))
+    job = make_job(tmp_path, 1, before=before)
+    job.begin()
+    with pytest.raises(Died):
+        job.write()
+    assert not (tmp_path / NAME).exists()
+    assert make_job(tmp_path, 1).attempt.commit()
+    with open_source(tmp_path / NAME) as source:
+        assert source.index is not None
+
+
+def test_a_checkpoint_of_an_earlier_release(tmp_path: Path) -> None:
+    """No index, and manifests that do not say which names their optimizers have."""
+    model = Tied()
+    optimizer = adamw(model)
+    train(model, optimizer, range(2))
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, model=model, optimizer=optimizer, extra={"epoch": 3})
+        folder = tmp_path / STEP / ".fsdp2"
+        (folder / "index.fsdp2").unlink()
+        [path] = folder.glob("rank-*")
+        content = json.loads(path.read_bytes().partition(b"\n")[0])
+        content.pop("optimizer_names")
+        sign(path, content)
+        again = Tied()
+        loaded = checkpoints.load(model=again, optimizer=adamw(again))
+    assert loaded.extra_of_ranks == {0: {"epoch": 3}}
+    assert torch.equal(again.embed.weight, model.embed.weight)
+
+
+def sign(path: Path, content: dict[str, Any]) -> None:
+    from hashlib import sha256
+
+    line = json.dumps(content, separators=(",", ":")).encode()
+    path.write_bytes(line + b'\n{"sha256":"' + sha256(line).hexdigest().encode() + b'"}\n')
+
+
+def test_extras_of_other_ranks_are_read_when_asked_for(tmp_path: Path) -> None:
+    save(tmp_path, 3, name=STEP)
+    for rank in range(3):
+        path = tmp_path / STEP / ".fsdp2" / f"state-{rank:05d}.json"
+        assert json.loads(path.read_bytes())["rank"] == rank
+    found = peek(tmp_path).extra_of_ranks
+    assert (len(found), list(found)) == (3, [0, 1, 2])
+    assert found[0] is found[2] is None  # nothing was passed as extra
+    with pytest.raises(KeyError):
+        found[3]
+    (tmp_path / STEP / ".fsdp2" / "state-00001.json").write_bytes(b"{}")
+    with pytest.raises(CheckpointError, match=r"state-00001.json: the checksum is wrong"):
+        found[1]
