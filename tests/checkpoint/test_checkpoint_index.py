@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from checkpoint_cases import Tied, adamw, train
 from checkpoint_crash import NAME, make_job, run, save
-from fsdp2.checkpoint import Checkpointer, CheckpointError, CorruptCheckpoint
+from fsdp2.checkpoint import Checkpointer, CheckpointError, CorruptCheckpoint, load_model
 from fsdp2.checkpoint.checkpointer import peek
 from fsdp2.checkpoint.format import index as index_format
 from fsdp2.checkpoint.format.header import TensorInfo
@@ -26,7 +28,7 @@ from fsdp2.checkpoint.saving.attempt import check_agreement
 from fsdp2.checkpoint.saving.writing import plan_save
 from fsdp2.checkpoint.tools.inspect import check, open_checkpoint
 from fsdp2.dtensor.boxes import Box, split_evenly
-from harness import ours_only
+from harness import ours_only, run_on
 
 pytestmark = ours_only("checkpoints")
 
@@ -209,6 +211,18 @@ def test_loads_open_only_what_they_need(tmp_path: Path) -> None:
             source.tensors["weight"].extents_near(Box((7, 0), (2, 5)))
 
 
+def test_files_are_missed_before_anything_changes(tmp_path: Path) -> None:
+    """Also where tensors are read in place, one after the other."""
+    save(tmp_path, 2, layout="per-rank", whole=nn.Linear(5, 80).state_dict())
+    (tmp_path / NAME / "model-rank-00001.safetensors").unlink()
+    model = nn.Linear(5, 80)
+    before = model.weight.clone()
+    with pytest.raises(CorruptCheckpoint, match=r"00001.safetensors is missing") as caught:
+        load_model(model, tmp_path / NAME, verify_checksums=False)
+    assert torch.equal(model.weight, before)
+    assert not hasattr(caught.value, "__notes__")  # that something has changed
+
+
 def test_an_index_that_lacks_an_entry(tmp_path: Path) -> None:
     """Nothing that fsdp2 wrote: rows would keep the values that they have in memory."""
     save(tmp_path, 3, layout="per-rank")
@@ -291,6 +305,29 @@ def sign(path: Path, content: dict[str, Any]) -> None:
 
     line = json.dumps(content, separators=(",", ":")).encode()
     path.write_bytes(line + b'\n{"sha256":"' + sha256(line).hexdigest().encode() + b'"}\n')
+
+
+def save_a_stage(root: str) -> None:
+    """As in a pipeline: each rank has parameters, and state of them, that the other lacks."""
+    stage = nn.Linear(3, 2 + dist.get_rank())
+    model = nn.ModuleDict({f"stage{dist.get_rank()}": stage})
+    optimizer = adamw(model)
+    stage(torch.ones(3)).sum().backward()
+    optimizer.step()
+    with Checkpointer(root, rank_local=lambda name: True) as checkpoints:
+        checkpoints.save(1, model=model, optimizer=optimizer)
+
+
+def test_state_under_names_that_only_other_ranks_have(tmp_path: Path) -> None:
+    run_on(2, save_a_stage, str(tmp_path))
+    with open_source(tmp_path / STEP) as source:
+        assert source.speakers == (0, 1)
+    model = nn.ModuleDict({"stage0": nn.Linear(3, 2), "stage1": nn.Linear(3, 3)})
+    optimizer = adamw(model)
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.load(model=model, optimizer=optimizer, random_state=False)
+    steps = [float(state["step"]) for state in optimizer.state.values()]
+    assert steps == [1.0] * 4
 
 
 def test_extras_of_other_ranks_are_read_when_asked_for(tmp_path: Path) -> None:
