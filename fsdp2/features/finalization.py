@@ -12,8 +12,7 @@ finalized one are still waited for: either would lose gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Self
 
 from torch import nn
@@ -78,18 +77,22 @@ class Finalization(TreePart):
         self._check_finalize()
         runtime = self.runtime
         last = runtime.is_last_backward
-        with self._ending():
-            # These are the last reductions, whatever was said of the backwards.
-            runtime.held_open, runtime.is_last_backward = False, True
+        with runtime.streams.ending(runtime.backward.stream):
             try:
-                runtime.reduce_left()
-            finally:
-                runtime.held_open, runtime.is_last_backward = True, last
-            if wait:
-                runtime.complete_iteration()
-            # Units are freed at once: a reduction holds what it reads. Only ``.grad`` waits for
-            # the handle.
-            runtime.free_units()
+                # These are the last reductions, whatever was said of the backwards.
+                runtime.held_open, runtime.is_last_backward = False, True
+                try:
+                    runtime.reduce_left()
+                finally:
+                    runtime.held_open, runtime.is_last_backward = True, last
+                if wait:
+                    runtime.complete_iteration()
+                # Units are freed at once: a reduction holds what it reads. Only ``.grad`` waits
+                # for the handle.
+                runtime.free_units()
+            except Exception:
+                runtime.give_up()
+                raise
         if not wait:
             self.pending = GradientReductionHandle(self._finish)
         return self.pending
@@ -101,21 +104,15 @@ class Finalization(TreePart):
                 "This gradient reduction handle was invalidated by a reset, or since an earlier "
                 "wait() of it raised"
             )
-        self.pending = None
-        with self._ending():
-            self.runtime.complete_iteration()
-            self.runtime.synchronize()
-
-    @contextmanager
-    def _ending(self) -> Iterator[None]:
-        """What runs inside ends the iteration; if it raises, what comes next resets the tree."""
-        runtime = self.runtime
-        with runtime.streams.ending(runtime.backward.stream):
+        with self.runtime.streams.ending(self.runtime.backward.stream):
             try:
-                yield
-            except BaseException:
-                runtime.in_backward = True
+                self.runtime.complete_iteration()
+            except Exception:
+                self.pending = None
+                self.runtime.give_up()
                 raise
+            self.pending = None
+            self.runtime.synchronize()
 
     def _check_finalize(self) -> None:
         if self.pending is not None:

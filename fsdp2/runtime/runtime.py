@@ -444,10 +444,16 @@ class Runtime(Followed):
         """Wait for the reductions in flight, and attach ``.grad``."""
         try:
             self.reductions.complete(self.streams)
-        except BaseException:
-            # What comes next resets the tree. To wait again would attach what was not reduced.
-            self.in_backward = True
+        except Exception:
+            self.give_up()
             raise
+
+    def give_up(self) -> None:
+        """A reduction has failed, or a user's hook: the tree is as after a backward that raised.
+
+        What comes next resets it. To wait again would attach what was not reduced.
+        """
+        self.in_backward = True
 
     def complete_iteration(self) -> None:
         """Wait for the reductions. Afterwards users may look at ``.grad``."""

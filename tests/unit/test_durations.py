@@ -64,7 +64,7 @@ def test_cases_of_a_sample() -> None:
         "a.py::new[x]",
         "b.py::new[x]",
     )
-    recorded = {"a.py": {"one": [20, 8.0], "slow": [2, 6.0], "slowest": [1, 9.0], "": [0, 0.1]}}
+    recorded = {"a.py": {"one": [20, 8.0], "slow": [2, 4.0], "slowest": [1, 9.0], "": [0, 0.1]}}
     left_out = left_out_of_sample(given, recorded)
     kept = [item.nodeid for item in given if item not in left_out]
     tests = Counter(name.partition("[")[0] for name in kept)
