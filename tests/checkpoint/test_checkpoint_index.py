@@ -86,9 +86,9 @@ def found_in(index: Index, kind: str, name: str, box: Box) -> set[tuple[Any, ...
     row = index.tables[kind][name]
     return {
         (entry.box, written.file or row.file, written.offset, written.checksums)
-        for cut, place in row.cuts
-        for entry in index.near(cut, box)
-        for written in [index.written(cut, place, entry)]
+        for partition, place in row.partitions
+        for entry in index.near(partition, box)
+        for written in [index.written(partition, place, entry)]
     }
 
 

@@ -277,7 +277,7 @@ def change_index(draw: Draw, path: Path) -> None:
         PLACE.pack_into(body, place, len(body), len(record), crc32(record))
         body += record
     else:
-        cut = draw.choice(contents["cuts"])
+        cut = draw.choice(contents["partitions"])
         ndim = len(contents["tensors"][cut["tensors"][0]][3])
         stop = cut["at"] + cut["num"] * (8 + 16 * ndim)
         where = draw.number(cut["at"], stop - 1)

@@ -7,11 +7,11 @@ more with every rank that saved. The rank that commits has read them, and writes
 
 - a *record* for each rank: its own data files, the digests of its small files, and the checksums of
   what it wrote;
-- *cuts*: which rank has which box of a tensor. Layers repeat shapes, so one cut is for all tensors
-  that are cut alike. Its entries are sorted by where they begin, and read in stretches: the
-  contents say where each stretch begins, so a box is found by reading one or two of them;
+- *partitions*: which rank has which box of a tensor. Layers repeat shapes, so one partition is
+  for all tensors that are cut alike. Its entries are sorted by where they begin, and read in
+  stretches: the contents say where each stretch begins, so a box is found by reading one or two;
 - *places*: where the record of each rank is;
-- *contents*: JSON of names, shapes, shared files and cuts, which every load reads;
+- *contents*: JSON of names, shapes, shared files and partitions, which every load reads;
 - the *tail*, of a fixed size: where the contents are.
 
 Whatever is read at once has a CRC32 of its own. So a load reads the contents, a stretch for each
@@ -42,7 +42,7 @@ from .strict import MAX_INDEX_BYTES, Check, converted, is_file_name, open_regula
 
 NAME = "index.fsdp2"
 VERSION = 1
-STRETCH = 128  # entries of a cut that are read at once
+STRETCH = 128  # entries of a partition that are read at once
 PLACE = struct.Struct("<QII")  # of a record: offset, bytes, CRC32
 TAIL = struct.Struct("<8sIQII")  # magic, version, and of the contents offset, bytes, CRC32
 _MAGIC = b"fsdp2idx"
@@ -57,7 +57,7 @@ class FileInfo(NamedTuple):
 
 
 @dataclass
-class _Cut:
+class _Partition:
     """Tensors of one dtype and shape, and the boxes that ranks wrote of each of them."""
 
     number: int
@@ -82,7 +82,7 @@ class _Builder:
         self.numbers: dict[tuple[str, str], int] = {}
         self.owners: dict[int, tuple[int, ...]] = {}
         self.places: dict[tuple[str, str], tuple[str, int]] = {}
-        self.cuts: dict[tuple[int, ...], _Cut] = {}
+        self.partitions: dict[tuple[int, ...], _Partition] = {}
         self.files: dict[str, FileInfo] = {}
         self.aliases: dict[str, str] = {}
         self.speakers: dict[str | int, int] = {}
@@ -109,11 +109,13 @@ class _Builder:
         data = bytearray()
         for (file, shape, box, _), members in alike.items():
             numbers = tuple([number for number, _ in members])
-            cut = self.cuts.get(numbers)
-            if cut is None:
-                cut = self.cuts[numbers] = _Cut(len(self.cuts), numbers, shape)
-            cut.entries.append((position, len(groups), box))
-            groups.append((cut.number, file, len(data)))
+            partition = self.partitions.get(numbers)
+            if partition is None:
+                partition = self.partitions[numbers] = _Partition(
+                    len(self.partitions), numbers, shape
+                )
+            partition.entries.append((position, len(groups), box))
+            groups.append((partition.number, file, len(data)))
             if file:
                 data += struct.pack(f"<{len(members)}Q", *[c.offset for _, c in members])
             for _, chunk in members:
@@ -167,10 +169,10 @@ def index_parts(manifests: Iterable[Manifest], hf_index: bytes | None) -> Iterat
         at += len(record)
         yield record
     assert first is not None
-    cuts = []
-    for cut in builder.cuts.values():
-        listed, stretches = _listed(cut, at)
-        cuts.append(listed)
+    partitions = []
+    for partition in builder.partitions.values():
+        listed, stretches = _listed(partition, at)
+        partitions.append(listed)
         at += len(stretches)
         yield stretches
     yield bytes(places)
@@ -190,7 +192,7 @@ def index_parts(manifests: Iterable[Manifest], hf_index: bytes | None) -> Iterat
             "hf_index_sha256": hf_index and hashlib.sha256(hf_index).hexdigest(),
             "files": builder.files,
             "tensors": tensors,
-            "cuts": cuts,
+            "partitions": partitions,
             "places": at,
         },
         separators=(",", ":"),
@@ -200,22 +202,24 @@ def index_parts(manifests: Iterable[Manifest], hf_index: bytes | None) -> Iterat
     yield TAIL.pack(_MAGIC, VERSION, at, len(contents), crc32(contents))
 
 
-def _listed(cut: _Cut, at: int) -> tuple[dict[str, Any], bytes]:
-    """What the contents say of a cut whose entries begin at byte ``at``, and the entries."""
-    dim = cut.dim()
+def _listed(partition: _Partition, at: int) -> tuple[dict[str, Any], bytes]:
+    """What the contents say of a partition whose entries begin at byte ``at``, and the entries."""
+    dim = partition.dim()
     if dim is not None:
-        cut.entries.sort(key=lambda entry: (entry[2].start[dim], entry[2], entry[0]))
-    entry_of = struct.Struct(f"<II{2 * len(cut.shape)}Q")
-    entries = [entry_of.pack(p, group, *box.start, *box.shape) for p, group, box in cut.entries]
+        partition.entries.sort(key=lambda entry: (entry[2].start[dim], entry[2], entry[0]))
+    entry_of = struct.Struct(f"<II{2 * len(partition.shape)}Q")
+    entries = [
+        entry_of.pack(p, group, *box.start, *box.shape) for p, group, box in partition.entries
+    ]
     firsts = range(0, len(entries), STRETCH)
     stretches = [b"".join(entries[first : first + STRETCH]) for first in firsts]
     listed = {
-        "tensors": cut.tensors,
+        "tensors": partition.tensors,
         "at": at,
         "num": len(entries),
         "dim": dim,
-        "longest": 0 if dim is None else max(box.shape[dim] for *_, box in cut.entries),
-        "starts": [0 if dim is None else cut.entries[i][2].start[dim] for i in firsts],
+        "longest": 0 if dim is None else max(box.shape[dim] for *_, box in partition.entries),
+        "starts": [0 if dim is None else partition.entries[i][2].start[dim] for i in firsts],
         "crcs": list(map(crc32, stretches)),
     }
     return listed, b"".join(stretches)
@@ -238,16 +242,16 @@ class Row(NamedTuple):
 
     Attributes:
         file, offset: where it lies as a whole; None if ranks have parts of it in their own files.
-        cuts: each cut that it is in, and its position there.
+        partitions: each partition that it is in, and its position there.
     """
 
     info: TensorInfo
     file: str | None
     offset: int
-    cuts: list[tuple[Cut, int]]
+    partitions: list[tuple[Partition, int]]
 
 
-class Cut(NamedTuple):
+class Partition(NamedTuple):
     """As `_listed` writes it."""
 
     number: int
@@ -262,8 +266,13 @@ class Cut(NamedTuple):
     crcs: tuple[int, ...]
 
 
-class Entry(NamedTuple):
-    """A box of each tensor of a cut: group ``group`` in the record of the rank at ``position``."""
+class BoxEntry(NamedTuple):
+    """A box of each tensor of a partition, and where its checksums are.
+
+    Attributes:
+        position: of the rank that wrote it, among those that saved.
+        group: which one of the record of that rank.
+    """
 
     position: int
     group: int
@@ -285,13 +294,13 @@ class Written(NamedTuple):
     checksums: tuple[int, ...]
 
 
-class Record(NamedTuple):
+class RankRecord(NamedTuple):
     """What one rank wrote.
 
     Attributes:
-        groups: of tensors of which it wrote the same box: their cut, the rank's own file that holds
-            these boxes, or "" where files hold whole tensors, and where in ``data`` their offsets
-            in that file and their checksums begin.
+        groups: of tensors of which it wrote the same box: their partition, the rank's own file that
+            holds these boxes, or "" where files hold whole tensors, and where in ``data`` their
+            offsets in that file and their checksums begin.
     """
 
     files: dict[str, FileInfo]
@@ -367,8 +376,10 @@ class Index:
         self._shared = list(self.files)
         self._places = check.number(contents["places"], "places")
         rows = [self._parsed_row(row) for row in check.items(contents["tensors"], "tensors")]
-        cuts = enumerate(check.items(contents["cuts"], "cuts"))
-        self.cuts = [self._parsed_cut(number, cut, rows) for number, cut in cuts]
+        partitions = enumerate(check.items(contents["partitions"], "partitions"))
+        self.partitions = [
+            self._parsed_partition(number, partition, rows) for number, partition in partitions
+        ]
         self.tables: dict[str, dict[str, Row]] = {"model": {}, "optim": {}}
         for kind, row in rows:
             self.tables[kind][row.info.name] = row
@@ -416,64 +427,72 @@ class Index:
             raise self._check.bad(f"the place of {name!r}", offset)
         return kind, Row(info, file, offset, [])
 
-    def _parsed_cut(self, number: int, value: Any, rows: Sequence[tuple[str, Row]]) -> Cut:
+    def _parsed_partition(
+        self, number: int, value: Any, rows: Sequence[tuple[str, Row]]
+    ) -> Partition:
         check = self._check
-        tensors = check.numbers(value["tensors"], "the tensors of a cut")
-        dim, num = value["dim"], check.number(value["num"], "the entries of a cut")
+        tensors = check.numbers(value["tensors"], "the tensors of a partition")
+        dim, num = value["dim"], check.number(value["num"], "the entries of a partition")
         members = [rows[number][1] for number in tensors]
         dtype, shape = members[0].info[1:]
-        starts = check.numbers(value["starts"], "the starts of a cut")
-        crcs = check.numbers(value["crcs"], "the checksums of a cut")
+        starts = check.numbers(value["starts"], "the starts of a partition")
+        crcs = check.numbers(value["crcs"], "the checksums of a partition")
         if any(row.info[1:] != (dtype, shape) for row in members):
-            raise check.bad("the tensors of a cut", "of different dtypes or shapes")
-        if dim is not None and check.number(dim, "the dim of a cut") >= len(shape):
-            raise check.bad("the dim of a cut", dim)
+            raise check.bad("the tensors of a partition", "of different dtypes or shapes")
+        if dim is not None and check.number(dim, "the dim of a partition") >= len(shape):
+            raise check.bad("the dim of a partition", dim)
         if len(starts) != -(-num // STRETCH) or len(crcs) != len(starts):
-            raise check.bad("the stretches of a cut", len(starts))
+            raise check.bad("the stretches of a partition", len(starts))
         if any(a > b for a, b in pairwise(starts)):
-            raise check.bad("the starts of a cut", "unsorted")
-        at = check.number(value["at"], "the place of a cut")
-        longest = check.number(value["longest"], "the longest of a cut")
-        cut = Cut(number, len(members), dtype, shape, at, num, dim, longest, starts, crcs)
+            raise check.bad("the starts of a partition", "unsorted")
+        at = check.number(value["at"], "the place of a partition")
+        longest = check.number(value["longest"], "the longest of a partition")
+        partition = Partition(
+            number, len(members), dtype, shape, at, num, dim, longest, starts, crcs
+        )
         for position, row in enumerate(members):
-            row.cuts.append((cut, position))
-        return cut
+            row.partitions.append((partition, position))
+        return partition
 
     # -- what is read on demand -------------------------------------------------------------
 
-    def near(self, cut: Cut, box: Box) -> Sequence[Entry]:
-        """The entries of a cut that overlap ``box``."""
-        return self._near(cut.number, box)
+    def near(self, partition: Partition, box: Box) -> Sequence[BoxEntry]:
+        """The entries of a partition that overlap ``box``."""
+        return self._near(partition.number, box)
 
-    def _entries_near(self, number: int, box: Box) -> Sequence[Entry]:
-        cut = self.cuts[number]
-        first, last = 0, len(cut.starts)
-        if cut.dim is not None:
-            begin, size = box.start[cut.dim], box.shape[cut.dim]
-            first = max(0, bisect_left(cut.starts, begin - cut.longest + 1) - 1)
-            last = bisect_left(cut.starts, begin + size)
+    def _entries_near(self, number: int, box: Box) -> Sequence[BoxEntry]:
+        partition = self.partitions[number]
+        first, last = 0, len(partition.starts)
+        if partition.dim is not None:
+            begin, size = box.start[partition.dim], box.shape[partition.dim]
+            first = max(0, bisect_left(partition.starts, begin - partition.longest + 1) - 1)
+            last = bisect_left(partition.starts, begin + size)
         found = []
         for stretch in range(first, last):
-            found += [e for e in self._stretch(cut, stretch) if e.box.intersect(box) is not None]
+            found += [
+                e for e in self._stretch(partition, stretch) if e.box.intersect(box) is not None
+            ]
         return found
 
-    def _stretch(self, cut: Cut, stretch: int) -> Iterator[Entry]:
-        ndim = len(cut.shape)
+    def _stretch(self, partition: Partition, stretch: int) -> Iterator[BoxEntry]:
+        ndim = len(partition.shape)
         entry = struct.Struct(f"<II{2 * ndim}Q")
         begin = stretch * STRETCH
-        num = min(STRETCH, cut.num - begin)
-        data = self._read(cut.at + begin * entry.size, num * entry.size, cut.crcs[stretch])
+        num = min(STRETCH, partition.num - begin)
+        data = self._read(
+            partition.at + begin * entry.size, num * entry.size, partition.crcs[stretch]
+        )
         for position, group, *numbers in entry.iter_unpack(data):
             box = Box(tuple(numbers[:ndim]), tuple(numbers[ndim:]))
-            if position >= len(self.ranks) or not box.within(cut.shape):
-                raise self._check.bad("an entry of a cut", f"{position}, {box}")
-            yield Entry(position, group, box)
+            if position >= len(self.ranks) or not box.within(partition.shape):
+                raise self._check.bad("an entry of a partition", f"{position}, {box}")
+            yield BoxEntry(position, group, box)
 
-    def record_of(self, rank: int) -> Record:
+    def record_of(self, rank: int) -> RankRecord:
         """The record of one of `ranks`."""
         return self.record(bisect_left(self.ranks, rank))
 
-    def _record(self, position: int) -> Record:
+    def _record(self, position: int) -> RankRecord:
         """The record of the rank at ``position`` among those that saved."""
         place = self._read(self._places + position * PLACE.size, PLACE.size, None)
         content, _, data = bytes(self._read(*PLACE.unpack(place))).partition(b"\n")
@@ -482,42 +501,42 @@ class Index:
         table = check.table(parse_json(content, what), "a record")
         return converted(check.what, lambda: self._parsed_record(table, memoryview(data)))
 
-    def _parsed_record(self, table: dict[str, Any], data: memoryview) -> Record:
+    def _parsed_record(self, table: dict[str, Any], data: memoryview) -> RankRecord:
         check = self._check
         files = self._parsed_files(table["files"])
         groups = []
-        for cut, file, at in check.items(table["groups"], "groups"):
-            self.cuts[check.number(cut, "a cut")]
+        for partition, file, at in check.items(table["groups"], "groups"):
+            self.partitions[check.number(partition, "a partition")]
             if file != "" and check.file_name(file, "the file of a group") not in files:
                 raise check.bad("the file of a group", file)
-            groups.append((cut, file, check.number(at, "the place of a group")))
+            groups.append((partition, file, check.number(at, "the place of a group")))
         small = check.texts(table["small_files"], "small_files")
         if not all(map(is_file_name, small)):
             raise check.bad("small_files", "a path")
-        return Record(files, small, groups, data)
+        return RankRecord(files, small, groups, data)
 
-    def written(self, cut: Cut, place: int, entry: Entry) -> Written:
-        """What the rank of an entry wrote of the tensor at ``place`` in a cut."""
+    def written(self, partition: Partition, place: int, entry: BoxEntry) -> Written:
+        """What the rank of an entry wrote of the tensor at ``place`` in a partition."""
         record = self.record(entry.position)
         what = f"a group of rank {self.ranks[entry.position]}"
         if entry.group >= len(record.groups):
             raise self._check.bad(what, entry.group)
         number, file, at = record.groups[entry.group]
         info = record.files[file] if file else None
-        if number != cut.number:
-            raise self._check.bad(what, f"of cut {number}")
-        nbytes = bytes_of(cut.dtype, entry.box.shape)
+        if number != partition.number:
+            raise self._check.bad(what, f"of partition {number}")
+        nbytes = bytes_of(partition.dtype, entry.box.shape)
         num_blocks = -(-nbytes // BLOCK_BYTES)
         offset = None
         if info is not None:
             (offset,) = self._numbers(record, "Q", at + 8 * place, 1)
-            at += 8 * cut.size
+            at += 8 * partition.size
             if offset + nbytes > info.size:
                 raise self._check.bad(f"a place in {file}", offset)
         crcs = self._numbers(record, "I", at + 4 * num_blocks * place, num_blocks)
         return Written(file or None, info, offset, crcs)
 
-    def _numbers(self, record: Record, kind: str, at: int, num: int) -> tuple[int, ...]:
+    def _numbers(self, record: RankRecord, kind: str, at: int, num: int) -> tuple[int, ...]:
         numbers = struct.Struct(f"<{num}{kind}")
         if at + numbers.size > len(record.data):
             raise self._check.bad("the place of a group", at)

@@ -19,7 +19,7 @@ from typing_extensions import override
 from ...dtensor.boxes import Box, overlapping
 from ..errors import CheckpointError, CorruptCheckpoint, some
 from ..format.header import Header, TensorInfo, frame, parse_json
-from ..format.index import NAME, Cut, Entry, Index, Row, index_parts
+from ..format.index import NAME, BoxEntry, Index, Partition, Row, index_parts
 from ..format.manifest import (
     BLOCK_BYTES,
     FOLDER,
@@ -69,7 +69,7 @@ class Indexed(Stored):
     """A tensor that the index locates. Finding what holds a box opens the files that do.
 
     Attributes:
-        checked: of all tensors, which boxes of which cuts were found to be covered.
+        checked: of all tensors, which boxes of which partitions were found to be covered.
     """
 
     source: Source = field(kw_only=True, repr=False)
@@ -82,18 +82,18 @@ class Indexed(Stored):
         if not box.numel:
             return []
         entries = [
-            (cut, place, entry)
-            for cut, place in self.row.cuts
-            for entry in self.index.near(cut, box)
+            (partition, place, entry)
+            for partition, place in self.row.partitions
+            for entry in self.index.near(partition, box)
         ]
-        key = (*(cut.number for cut, _ in self.row.cuts), box)
+        key = (*(partition.number for partition, _ in self.row.partitions), box)
         if key not in self.checked:
             self._check_covered(box, [entry for *_, entry in entries])
             self.checked.add(key)
         return [self._chunk(*each) for each in entries]
 
-    def _chunk(self, cut: Cut, place: int, entry: Entry) -> tuple[Chunk, Extent]:
-        file, info, offset, checksums = self.index.written(cut, place, entry)
+    def _chunk(self, partition: Partition, place: int, entry: BoxEntry) -> tuple[Chunk, Extent]:
+        file, info, offset, checksums = self.index.written(partition, place, entry)
         if file is None or offset is None:
             extent = self._whole()
         else:
@@ -119,7 +119,7 @@ class Indexed(Stored):
         self.source.open_file(file, self.index.files[file])
         return Extent(file, Box.whole(self.info.shape), self.row.offset)
 
-    def _check_covered(self, box: Box, entries: list[Entry]) -> None:
+    def _check_covered(self, box: Box, entries: list[BoxEntry]) -> None:
         """Refuse a box that the entries do not cover: the rest would keep its old values."""
         common = [box.intersect(entry.box) for entry in entries]
         covered = sum(each.numel for each in common if each is not None)
