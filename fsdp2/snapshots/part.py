@@ -7,6 +7,7 @@ import os
 from ..checkpoint.format.disk import Disk
 from ..checkpoint.format.header import frame
 from ..checkpoint.format.manifest import Manifest, dump, marker_name
+from ..checkpoint.format.ranks import Ranks
 from ..checkpoint.format.small_state import digest_of_names
 from ..checkpoint.saving.capture import Captured
 from ..checkpoint.saving.job import describe_writer, plan_of, write_small_files
@@ -36,7 +37,7 @@ def write_part(folder: Folder, part: PartName, captured: Captured, staged: Stage
             nonce=part.generation.name,
             name=f"step-{part.generation.step:06d}",
             rank=part.rank,
-            ranks=ranks,
+            ranks=Ranks.of(ranks),
             sets=plan.sets,
             chunks=chunks,
             aliases=captured.aliases,

@@ -23,6 +23,7 @@ from fsdp2.checkpoint.format import index as index_format
 from fsdp2.checkpoint.format.header import TensorInfo
 from fsdp2.checkpoint.format.index import Index, index_parts
 from fsdp2.checkpoint.format.manifest import BLOCK_BYTES, Chunk, Manifest, TensorPart
+from fsdp2.checkpoint.format.ranks import Ranks
 from fsdp2.checkpoint.loading.opening import open_source
 from fsdp2.checkpoint.saving.attempt import check_agreement
 from fsdp2.checkpoint.saving.writing import plan_save
@@ -71,14 +72,16 @@ def manifests_of(
             for planned in plan.chunks
         )
         small = {f"state-{rank:05d}.json": "digest"}
-        found.append(Manifest("n", "s", rank, ranks, plan.sets, chunks, {}, small, {}, "names"))
+        found.append(
+            Manifest("n", "s", rank, Ranks.of(ranks), plan.sets, chunks, {}, small, {}, "names")
+        )
     check_agreement(found)
     return found
 
 
 def opened(folder: Path, manifests: list[Manifest]) -> Index:
     path = folder / "index.fsdp2"
-    path.write_bytes(b"".join(index_parts(manifests, None)))
+    path.write_bytes(b"".join(index_parts(manifests, lambda: None)))
     return Index(path)
 
 
@@ -157,7 +160,7 @@ def test_a_tensor_that_ranks_without_common_files_both_have(tmp_path: Path) -> N
     """The first one's counts, as in the manifests."""
     first, second = manifests_of({"expert": (4, 2)}, (2, 1), "per-rank")
     [files] = second.sets
-    second = replace(second, sets=(replace(files, ranks=(1,)),))
+    second = replace(second, sets=(replace(files, ranks=Ranks.of([1])),))
     index = opened(tmp_path, [first, second])
     whole = Box.whole((4, 2))
     assert found_in(index, "model", "expert", whole) == listed_in([first], "expert", whole)
@@ -240,7 +243,7 @@ def test_an_index_that_lacks_an_entry(tmp_path: Path) -> None:
         (moved, r"lists 40 elements of 'weight', of the 40 at"),
     ):
         manifests[1] = replace(second, chunks=chunks)
-        path.write_bytes(b"".join(index_parts(manifests, None)))
+        path.write_bytes(b"".join(index_parts(manifests, lambda: None)))
         with (
             open_source(tmp_path / NAME) as source,
             pytest.raises(CorruptCheckpoint, match=said),
@@ -255,7 +258,7 @@ def test_verify_compares_the_index_with_the_manifests(tmp_path: Path) -> None:
         assert check(source).checksums
         manifests = list(source.manifests.values())
     other = replace(manifests[1], aliases={"a": "weight"})
-    (step / INDEX).write_bytes(b"".join(index_parts([manifests[0], other], None)))
+    (step / INDEX).write_bytes(b"".join(index_parts([manifests[0], other], lambda: None)))
     with pytest.raises(CorruptCheckpoint, match=r"index.fsdp2: the index is not the one"):
         open_checkpoint(step)
 
@@ -282,7 +285,7 @@ def test_a_rank_that_dies_while_it_writes_the_index(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_an_earlier_release(tmp_path: Path) -> None:
-    """No index, and manifests that do not say which names their optimizers have."""
+    """No index, and manifests that list all ranks, and not the names that optimizers have."""
     model = Tied()
     optimizer = adamw(model)
     train(model, optimizer, range(2))
@@ -293,6 +296,10 @@ def test_a_checkpoint_of_an_earlier_release(tmp_path: Path) -> None:
         [path] = folder.glob("rank-*")
         content = json.loads(path.read_bytes().partition(b"\n")[0])
         content.pop("optimizer_names")
+        assert (content["version"], content["ranks"]) == (2, [[0, 0, 1]])
+        content.update(version=1, ranks=[0])
+        for files in content["sets"]:
+            files["ranks"] = [0]
         sign(path, content)
         again = Tied()
         loaded = checkpoints.load(model=again, optimizer=adamw(again))

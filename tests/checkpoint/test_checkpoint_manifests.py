@@ -9,11 +9,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fsdp2.checkpoint import CorruptCheckpoint
 from fsdp2.checkpoint.format import header, manifest
 from fsdp2.checkpoint.format.header import TensorInfo, parse_header, plan_file
 from fsdp2.checkpoint.format.manifest import Chunk, Manifest, SetOfFiles, dump, load
+from fsdp2.checkpoint.format.ranks import Ranks, parsed_ranks
+from fsdp2.checkpoint.format.strict import Check
 from fsdp2.dtensor.boxes import Box
 
 VALUES = [
@@ -36,8 +40,8 @@ def example() -> dict[str, Any]:
     files = ["model.safetensors", "model.safetensors", "model-rank.safetensors", "optim"]
     offsets = [None, None, 4096, None]
     chunks = tuple(map(Chunk, infos, files, boxes, offsets, sums))
-    sets = (SetOfFiles((0,), dict.fromkeys(files, 9), True, "digest"),)
-    made = Manifest("nonce", "name", 0, (0,), sets, chunks, {}, {}, {})
+    sets = (SetOfFiles(Ranks.of([0]), dict.fromkeys(files, 9), True, "digest"),)
+    made = Manifest("nonce", "name", 0, Ranks.of([0]), sets, chunks, {}, {}, {})
     return json.loads(dump(made).partition(b"\n")[0])
 
 
@@ -124,3 +128,40 @@ def test_headers_are_read_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None
     assert not isinstance(at_once[0], str)
     monkeypatch.setattr(header, "_entry_like", lambda *_: None)
     assert list(map(repr, at_once)) == list(map(repr, found()))
+
+
+# -- ranks --------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 60), max_size=30, unique=True))
+def test_ranks_are_kept_in_their_order(numbers: list[int]) -> None:
+    ranks = Ranks.of(numbers)
+    assert list(ranks) == numbers
+    assert [ranks[i] for i in range(-len(ranks), len(ranks))] == numbers * 2
+    assert [ranks.position(number) for number in numbers] == list(range(len(numbers)))
+    assert {number for number in range(70) if number in ranks} == set(numbers)
+    assert ranks[1:3] == tuple(numbers[1:3])
+    assert (ranks == Ranks.of(numbers[::-1])) == (numbers == numbers[::-1])
+    for listed in (ranks.listed(), numbers):  # as now, and as in version 1
+        found = parsed_ranks(json.loads(json.dumps(listed)), "ranks", Check("it"))
+        assert (found, hash(found)) == (ranks, hash(ranks))
+
+
+def test_ranks_take_few_ranges() -> None:
+    assert Ranks.of(range(16_384)).listed() == [[0, 16_383, 1]]
+    assert Ranks.of(range(3, 16_384, 8)).listed() == [[3, 16_379, 8]]
+    assert Ranks.of([5]).listed() == [[5, 5, 1]]
+    assert repr(Ranks.of([*range(4), 9, 11])) == "Ranks(0 to 3, 9 to 11 by 2)"
+    with pytest.raises(ValueError, match="7 is not one of these ranks"):
+        Ranks.of(range(4)).position(7)
+    with pytest.raises(IndexError):
+        Ranks.of(range(4))[4]
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [[[0, 1]], [[1, 0, 1]], [[0, 4, 0]], [[0, 4, 3]], [[0, 1 << 40, 1]], [["a", 1, 1]], {}],
+)
+def test_ranks_that_cannot_be(listed: Any) -> None:
+    with pytest.raises(CorruptCheckpoint, match="ranks cannot be"):
+        parsed_ranks(listed, "ranks", Check("it"))

@@ -26,10 +26,10 @@ import json
 import os
 import struct
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ...dtensor.boxes import Box
@@ -38,6 +38,7 @@ from .checksum import crc32
 from .disk import read_exactly
 from .header import ITEM_BITS, TensorInfo, bytes_of, fits, frame, parse_json
 from .manifest import BLOCK_BYTES, Manifest, kind_of
+from .ranks import Ranks, parsed_ranks
 from .strict import MAX_INDEX_BYTES, Check, converted, is_file_name, open_regular
 
 NAME = "index.fsdp2"
@@ -80,7 +81,7 @@ class _Builder:
         self.ranks: list[int] = []
         self.tensors: list[tuple[str, TensorInfo]] = []  # with their kinds, by number
         self.numbers: dict[tuple[str, str], int] = {}
-        self.owners: dict[int, tuple[int, ...]] = {}
+        self.owners: dict[int, Ranks] = {}
         self.places: dict[tuple[str, str], tuple[str, int]] = {}
         self.partitions: dict[tuple[int, ...], _Partition] = {}
         self.files: dict[str, FileInfo] = {}
@@ -153,12 +154,14 @@ class _Builder:
         return own
 
 
-def index_parts(manifests: Iterable[Manifest], hf_index: bytes | None) -> Iterator[bytes]:
+def index_parts(
+    manifests: Iterable[Manifest], hf_index: Callable[[], bytes | None]
+) -> Iterator[bytes]:
     """The bytes of an index, piece after piece.
 
     Args:
         manifests: of all ranks, in their order; they agree (`check_agreement`).
-        hf_index: Hugging Face's index, if there is one.
+        hf_index: called after them for Hugging Face's index, if there is one.
     """
     builder, places, at = _Builder(), bytearray(), 0
     first: Manifest | None = None
@@ -182,14 +185,15 @@ def index_parts(manifests: Iterable[Manifest], hf_index: bytes | None) -> Iterat
         place = builder.places.get((kind, tensor.name))
         where = [] if place is None else [files.index(place[0]), place[1]]
         tensors.append([kind, tensor.name, tensor.dtype, list(tensor.shape), *where])
+    index = hf_index()
     contents = json.dumps(
         {
             "nonce": first.nonce,
             "name": first.name,
-            "ranks": _ranges(builder.ranks),
+            "ranks": Ranks.of(builder.ranks).listed(),
             "speakers": list(builder.speakers.values()),
             "aliases": builder.aliases,
-            "hf_index_sha256": hf_index and hashlib.sha256(hf_index).hexdigest(),
+            "hf_index_sha256": None if index is None else hashlib.sha256(index).hexdigest(),
             "files": builder.files,
             "tensors": tensors,
             "partitions": partitions,
@@ -223,15 +227,6 @@ def _listed(partition: _Partition, at: int) -> tuple[dict[str, Any], bytes]:
         "crcs": list(map(crc32, stretches)),
     }
     return listed, b"".join(stretches)
-
-
-def _ranges(ranks: Sequence[int]) -> list[list[int]]:
-    """Ascending numbers as [first, last] of each consecutive stretch."""
-    found = []
-    for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0]):
-        members = [rank for _, rank in run]
-        found.append([members[0], members[-1]])
-    return found
 
 
 # -- reading ------------------------------------------------------------------------------------
@@ -316,7 +311,7 @@ class Index:
         path: of the file.
 
     Attributes:
-        ranks: those that saved, ascending.
+        ranks: those that saved.
         speakers: of ranks whose optimizers have the same parameters, the first.
         tables: rows of the model's and of the optimizer's tensors, by name.
         files: those that several ranks wrote.
@@ -365,9 +360,9 @@ class Index:
         check = self._check
         self.nonce = check.text(contents["nonce"], "nonce")
         self.name = check.text(contents["name"], "name")
-        self.ranks = self._parsed_ranks(contents["ranks"])
+        self.ranks = parsed_ranks(contents["ranks"], "ranks", check)
         self.speakers = check.numbers(contents["speakers"], "speakers")
-        if not self.speakers or not set(self.speakers) <= set(self.ranks):
+        if not self.speakers or not all(rank in self.ranks for rank in self.speakers):
             raise check.bad("speakers", "other ranks than those that saved")
         self.aliases = check.texts(contents["aliases"], "aliases")
         digest = contents["hf_index_sha256"]
@@ -385,17 +380,6 @@ class Index:
             self.tables[kind][row.info.name] = row
         if sum(map(len, self.tables.values())) != len(rows):
             raise check.bad("tensors", "two of one name")
-
-    def _parsed_ranks(self, value: Any) -> tuple[int, ...]:
-        ranks: list[int] = []
-        for each in self._check.items(value, "ranks"):
-            first, last = self._check.numbers(each, "ranks")
-            if last - first >= self._size or (ranks and first <= ranks[-1]):
-                raise self._check.bad("ranks", f"{first} to {last}")
-            ranks += range(first, last + 1)
-        if not ranks:
-            raise self._check.bad("ranks", "none")
-        return tuple(ranks)
 
     def _parsed_files(self, value: Any) -> dict[str, FileInfo]:
         files = {}
@@ -490,7 +474,7 @@ class Index:
 
     def record_of(self, rank: int) -> RankRecord:
         """The record of one of `ranks`."""
-        return self.record(bisect_left(self.ranks, rank))
+        return self.record(self.ranks.position(rank))
 
     def _record(self, position: int) -> RankRecord:
         """The record of the rank at ``position`` among those that saved."""

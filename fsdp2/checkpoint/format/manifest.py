@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 from ...dtensor.boxes import Box
 from ..errors import CorruptCheckpoint
 from .header import ITEM_BITS, TensorInfo, bytes_of, fits, parse_json
+from .ranks import Ranks, parsed_ranks
 from .strict import Check, converted, is_file_name
 
-VERSION = 1
+VERSION = 2  # of 1, ranks are lists and not ranges
 FOLDER = ".fsdp2"
 FAILED = "failed-*"  # every `failed_name`
 BLOCK_BYTES = 1 << 20  # of data per checksum
@@ -82,7 +83,7 @@ class SetOfFiles:
         headers: header of each file; only in the manifest of the set's first rank.
     """
 
-    ranks: tuple[int, ...]
+    ranks: Ranks
     sizes: dict[str, int]
     whole: bool
     digest: str
@@ -105,7 +106,7 @@ class Manifest:
     nonce: str
     name: str
     rank: int
-    ranks: tuple[int, ...]
+    ranks: Ranks
     sets: tuple[SetOfFiles, ...]
     chunks: tuple[Chunk, ...]
     aliases: dict[str, str]
@@ -160,10 +161,10 @@ def dump(manifest: Manifest) -> bytes:
         "nonce": manifest.nonce,
         "name": manifest.name,
         "rank": manifest.rank,
-        "ranks": list(manifest.ranks),
+        "ranks": manifest.ranks.listed(),
         "sets": [
             {
-                "ranks": list(s.ranks),
+                "ranks": s.ranks.listed(),
                 "sizes": s.sizes,
                 "whole": s.whole,
                 "digest": s.digest,
@@ -218,7 +219,7 @@ def _parsed(content: dict[str, Any], check: Check) -> Manifest:
         nonce=check.text(content["nonce"], "nonce"),
         name=check.text(content["name"], "name"),
         rank=check.number(content["rank"], "rank"),
-        ranks=check.numbers(content["ranks"], "ranks"),
+        ranks=parsed_ranks(content["ranks"], "ranks", check),
         sets=tuple(_parsed_set(each, check) for each in check.items(content["sets"], "sets")),
         chunks=chunks,
         aliases=check.texts(content["aliases"], "aliases"),
@@ -245,7 +246,7 @@ def _parsed_set(content: Any, check: Check) -> SetOfFiles:
         raise check.bad("headers", "of other files than sizes")
     if type(content["whole"]) is not bool:
         raise check.bad("whole", content["whole"])
-    ranks = check.numbers(content["ranks"], "ranks of a set")
+    ranks = parsed_ranks(content["ranks"], "ranks of a set", check)
     return SetOfFiles(
         ranks, sizes, content["whole"], check.text(content["digest"], "digest"), headers
     )
@@ -335,15 +336,14 @@ def _parsed_chunk(content: Any, tensors: dict[str, TensorInfo], check: Check) ->
     )
 
 
-def hf_index_bytes(manifests: Iterable[Manifest]) -> bytes | None:
+def hf_index_bytes(sets: Iterable[SetOfFiles]) -> bytes | None:
     """Hugging Face's index of the model's files, as it is written; None if there is one file.
 
     Files of single ranks are not in it, because readers of an index expect whole tensors.
     """
     files_of = [
         (file, header)
-        for manifest in manifests
-        for files in manifest.sets
+        for files in sets
         for file, header in files.headers.items()
         if files.whole and file.startswith("model")
     ]

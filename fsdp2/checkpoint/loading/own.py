@@ -31,6 +31,7 @@ from ..format.manifest import (
     marker_name,
     parse_marker_name,
 )
+from ..format.ranks import Ranks
 from ..format.strict import MAX_SMALL_BYTES, Check, open_regular, read_small
 from ..saving.attempt import check_agreement
 from .source import Extent, Source, Stored
@@ -160,7 +161,7 @@ def _open_by_manifests(source: Source, folder: Path) -> None:
                 f"{source.path}: the manifests of ranks {manifests[0].rank} and {manifest.rank} "
                 "are of different saves"
             )
-    source.ranks = tuple(source.manifests)
+    source.ranks = Ranks.of(source.manifests)
     source.speakers = _speakers(manifests)
     source.small_files = lambda rank: source.manifests[rank].small_files
     _collect(source, missing)
@@ -170,13 +171,13 @@ def _open_by_manifests(source: Source, folder: Path) -> None:
         check_agreement(manifests)
     except CheckpointError as error:
         raise CorruptCheckpoint(f"{source.path}: {error}") from error
-    hf_index = hf_index_bytes(manifests)
+    hf_index = hf_index_bytes(files for manifest in manifests for files in manifest.sets)
     if hf_index is not None:
         found = parse_json(_read_hf_index(source), f"{source.path / INDEX}")
         if found != json.loads(hf_index):
             raise _other_hf_index(source)
     if os.path.lexists(folder / NAME):
-        _compare_index(source, folder / NAME, index_parts(manifests, hf_index))
+        _compare_index(source, folder / NAME, index_parts(manifests, lambda: hf_index))
 
 
 def _speakers(manifests: Iterable[Manifest]) -> tuple[int, ...]:
@@ -211,7 +212,7 @@ def _compare_index(source: Source, path: Path, parts: Iterable[bytes]) -> None:
 def _collect(source: Source, missing: list[int]) -> None:
     """Fill in tensors from the headers of the files and the chunks of the manifests."""
     headers: dict[str, Header] = {}
-    owner: dict[str, tuple[int, ...]] = {}
+    owner: dict[str, Ranks] = {}
     wholes: dict[tuple[int, ...], Box] = {}
     for manifest in source.manifests.values():
         source.aliases.update(manifest.aliases)
@@ -333,7 +334,7 @@ def _incomplete(source: Source, missing: list[int]) -> CorruptCheckpoint:
     for stored in (*source.tensors.values(), *source.optimizer.values()):
         have += sum(chunk.nbytes for chunk in stored.chunks)
         total += stored.info.nbytes
-    ranks = ", ".join(map(str, missing))
+    ranks = some(missing)
     return CorruptCheckpoint(
         f"{source.path}: the manifest of rank {ranks} is missing: the shards that are there cover "
         f"{have} of {total} bytes"

@@ -18,6 +18,7 @@ from ..format.disk import read_exactly
 from ..format.header import Header, TensorInfo, header_length, parse_header
 from ..format.index import FileInfo, Index
 from ..format.manifest import FOLDER, Chunk, Manifest
+from ..format.ranks import Ranks
 from ..format.strict import is_file_name, read_small, small_limit
 
 
@@ -84,7 +85,7 @@ class Source:
         tensors: the model's tensors, by their names in the checkpoint.
         optimizer: ``optim.<state>.<name>`` tensors.
         aliases: other names of tied tensors.
-        ranks: those that saved, ascending; none if another library wrote it, without checksums.
+        ranks: those that saved; none if another library wrote it, without checksums.
         speakers: of ranks whose optimizers have the same parameters, the first.
         small_files: of a rank, the SHA-256 of its files of small state.
         index: what it was opened by, unless by manifests.
@@ -99,7 +100,7 @@ class Source:
     tensors: dict[str, Stored] = field(default_factory=dict)
     optimizer: dict[str, Stored] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
-    ranks: tuple[int, ...] = ()
+    ranks: Ranks = field(default_factory=lambda: Ranks(()))
     speakers: tuple[int, ...] = ()
     small_files: Callable[[int], dict[str, str]] = field(default=lambda rank: {})
     index: Index | None = None

@@ -21,6 +21,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from math import inf
 from pathlib import Path
@@ -34,12 +35,14 @@ from ..format.manifest import (
     FOLDER,
     INDEX,
     Manifest,
+    SetOfFiles,
     dump,
     failed_name,
     hf_index_bytes,
     load,
     marker_name,
 )
+from ..format.ranks import Ranks
 
 STAGING = re.compile(r"\.(?P<name>.+)\.(?P<nonce>[0-9a-f]{16,}-\d+)\.tmp")
 CLOCK = ".fsdp2-clock"
@@ -210,9 +213,18 @@ class Attempt:
                 raise
 
     def _commit(self, staging: int, folder: int) -> None:
-        manifests = [self._read_manifest(folder, rank) for rank in self.ranks]
+        # With a shared temporary name, one rank would rename the file that another is writing.
+        unique = str(self.rank)
+        shared: list[SetOfFiles] = []
+        hf_index: list[bytes | None] = []
+
+        def last() -> bytes | None:
+            hf_index.append(hf_index_bytes(shared))
+            return hf_index[0]
+
+        parts = index_parts(agreeing(self._manifests(staging, folder, shared)), last)
         try:
-            check_agreement(manifests)
+            self.disk.write_file(NAME, parts, folder, unique=unique)
         except CheckpointError as error:
             self.disk.note(failed_name(self.rank), str(error), folder)
             # A rank that finds another rank's note cleans up. If all ranks found the disagreement
@@ -223,16 +235,10 @@ class Attempt:
             raise
         # Another rank may rename the folder while this one writes. All paths are relative to
         # descriptors, so the writes still arrive, and put the same bytes there once more.
-        for manifest in manifests:
-            for files in manifest.sets:
-                for file, header in files.headers.items():
-                    self._write_header(staging, file, frame(header))
-        # With a shared temporary name, one rank would rename the file that another is writing.
-        unique = str(self.rank)
-        hf_index = hf_index_bytes(manifests)
-        if hf_index is not None:
-            self.disk.write_file(INDEX, hf_index, staging, unique=unique)
-        self.disk.write_file(NAME, index_parts(manifests, hf_index), folder, unique=unique)
+        for files in shared:
+            self._write_headers(staging, files)
+        if hf_index[0] is not None:
+            self.disk.write_file(INDEX, hf_index[0], staging, unique=unique)
         # The folders before the rename: after a power failure, the final name must not stand for a
         # folder whose entries never reached the disk.
         self.disk.sync(folder, FOLDER)
@@ -248,13 +254,29 @@ class Attempt:
             raise CheckpointError(f"{name} in {self.staging} belongs to another attempt")
         return manifest
 
-    def _write_header(self, staging: int, file: str, header: bytes) -> None:
-        fd = os.open(file, os.O_WRONLY | os.O_CLOEXEC, dir_fd=staging)
-        try:
-            self.disk.write_at(fd, header, 0, f"header of {file}")
-            self.disk.sync(fd, file)
-        finally:
-            self.disk.close(fd)
+    def _manifests(self, staging: int, folder: int, shared: list[SetOfFiles]) -> Iterator[Manifest]:
+        """All manifests, one by one; writes the headers of files of single ranks on the way.
+
+        Args:
+            shared: where the sets of files go whose headers are to be written at the end.
+        """
+        for rank in self.ranks:
+            manifest = self._read_manifest(folder, rank)
+            for files in manifest.sets:
+                if not files.whole:
+                    self._write_headers(staging, files)
+                elif files.headers:
+                    shared.append(files)
+            yield manifest
+
+    def _write_headers(self, staging: int, files: SetOfFiles) -> None:
+        for file, header in files.headers.items():
+            fd = os.open(file, os.O_WRONLY | os.O_CLOEXEC, dir_fd=staging)
+            try:
+                self.disk.write_at(fd, frame(header), 0, f"header of {file}")
+                self.disk.sync(fd, file)
+            finally:
+                self.disk.close(fd)
 
     def _publish(self) -> None:
         with self.disk.directory(self.root) as root:
@@ -316,14 +338,20 @@ def remove_left(disk: Disk, root: Path) -> None:
 _left: dict[Path, dict[str, Attempt]] = {}
 
 
-def check_agreement(manifests: list[Manifest]) -> None:
+def check_agreement(manifests: Iterable[Manifest]) -> None:
     """Check that the parts fit together.
 
     Raises:
         CheckpointError: if ranks that share files laid them out differently, or the chunks are
             not exactly the tensors.
     """
-    digests: dict[tuple[int, ...], tuple[int, str]] = {}
+    for _ in agreeing(manifests):
+        pass
+
+
+def agreeing(manifests: Iterable[Manifest]) -> Iterator[Manifest]:
+    """The same manifests, one by one. Raises as `check_agreement`, at the end at the latest."""
+    digests: dict[Ranks, tuple[int, str]] = {}
     written: dict[tuple[str, str], int] = {}
     whole: dict[tuple[str, str], int] = {}
     for manifest in manifests:
@@ -341,6 +369,7 @@ def check_agreement(manifests: list[Manifest]) -> None:
             key = (chunk.file if chunk.offset is None else "", chunk.tensor.name)
             written[key] = written.get(key, 0) + chunk.nbytes
             whole[key] = chunk.tensor.nbytes
+        yield manifest
     for (_, name), nbytes in written.items():
         total = whole[_, name]
         if nbytes != total:

@@ -23,6 +23,7 @@ from ...common.versions import __version__
 from ..errors import CheckpointError
 from ..format.disk import Disk
 from ..format.manifest import FOLDER, Manifest, own_name, state_name
+from ..format.ranks import Ranks
 from ..format.small_state import digest_of_names
 from ..format.strict import small_limit
 from ..format.tensors import LocalBytes
@@ -126,7 +127,7 @@ class SaveJob:
                     nonce=self.attempt.nonce,
                     name=self.attempt.name,
                     rank=self.rank,
-                    ranks=self.ranks,
+                    ranks=Ranks.of(self.ranks),
                     sets=self.plan.sets,
                     chunks=chunks,
                     aliases=self.captured.aliases,

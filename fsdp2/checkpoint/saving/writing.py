@@ -20,6 +20,7 @@ from ..format.checksum import crc32
 from ..format.disk import Disk
 from ..format.header import FilePlan, TensorInfo, plan_file, plan_files
 from ..format.manifest import BLOCK_BYTES, Chunk, SetOfFiles, TensorPart
+from ..format.ranks import Ranks
 
 PIECE_BYTES = 4 * BLOCK_BYTES  # per task: still in cache when it is written after its checksum
 SYNC_BYTES = 64 << 20  # the disk is told to start after every so many bytes
@@ -87,7 +88,7 @@ def plan_save(
         leads = rank == members[0] or not shared
         sets.append(
             SetOfFiles(
-                members,
+                Ranks.of(members),
                 {file: plan.size for file, plan in files.items()},
                 shared,
                 _digest(files) if shared else _digest_of_tensors(own),
