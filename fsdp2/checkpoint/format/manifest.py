@@ -24,6 +24,7 @@ from .strict import Check, converted, is_file_name
 VERSION = 2  # of 1, ranks are lists and not ranges
 FOLDER = ".fsdp2"
 FAILED = "failed-*"  # every `failed_name`
+ANY_FAILED = "failed"  # is there if any of them is
 BLOCK_BYTES = 1 << 20  # of data per checksum
 INDEX = "model.safetensors.index.json"
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -31,6 +32,7 @@ from ..format.disk import Disk
 from ..format.header import frame
 from ..format.index import NAME, index_parts
 from ..format.manifest import (
+    ANY_FAILED,
     FAILED,
     FOLDER,
     INDEX,
@@ -46,6 +48,7 @@ from ..format.ranks import Ranks
 
 STAGING = re.compile(r"\.(?P<name>.+)\.(?P<nonce>[0-9a-f]{16,}-\d+)\.tmp")
 CLOCK = ".fsdp2-clock"
+NUM_PROBES = 4  # markers looked for before all names are listed
 GIVEN_UP_S = 60.0  # without a write, after which an attempt that was given up is removed
 # Errors of a rename whose source is gone or whose target is taken: another rank was faster.
 _TAKEN = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
@@ -73,6 +76,8 @@ class Attempt:
         self.staging = f".{name}.{nonce}.tmp"
         self.committed = False
         self._reason: str | None = None  # why this rank gave up
+        self._awaited: int | None = None  # a rank that had not marked
+        self._random = random.Random(f"{nonce} {rank}")
 
     def begin(self) -> None:
         """Make the staging folder.
@@ -116,8 +121,12 @@ class Attempt:
         # The disk may be broken or full: what fails here is tried again by the next save.
         notes = self.root / self.staging / FOLDER
         with suppress(OSError), self.disk.directory(notes) as folder:
-            self.disk.note(failed_name(rank), reason, folder)
+            self._note_failure(rank, reason, folder)
         self._remove_if_settled()
+
+    def _note_failure(self, rank: int, reason: str, folder: int) -> None:
+        self.disk.note(ANY_FAILED, "", folder)
+        self.disk.note(failed_name(rank), reason, folder)
 
     # -- committing -------------------------------------------------------------------------
 
@@ -134,11 +143,15 @@ class Attempt:
             return True
         try:
             with self.folder() as staging, self.disk.directory(FOLDER, staging) as folder:
+                if self._is_awaited(folder):
+                    return False
                 names = set(self.disk.names(folder))
                 failed = [r for r in self.ranks if failed_name(r) in names]
                 reason = self.disk.read_note(failed_name(failed[0]), folder) if failed else ""
-                if not failed and all(marker_name(r, len(self.ranks)) in names for r in self.ranks):
+                missing = [r for r in self.ranks if marker_name(r, len(self.ranks)) not in names]
+                if not failed and not missing:
                     self._commit_or_give_up(staging, folder)
+                self._awaited = self._random.choice(missing) if missing else None
         except FileNotFoundError:
             # Another rank renamed the folder meanwhile, or the folder was removed.
             if self._find_committed():
@@ -151,6 +164,21 @@ class Attempt:
                 f"{reason or 'its error is raised there'}"
             )
         return self.committed
+
+    def _is_awaited(self, folder: int) -> bool:
+        """Whether a rank is known not to have marked, and none to have given up.
+
+        Every rank looks, again and again, at a folder with more than one name for each rank. So it
+        looks first for a marker that was missing, or for a few at random.
+        """
+        if self.disk.exists(ANY_FAILED, folder):
+            return False
+        probed = self._random.sample(self.ranks, min(NUM_PROBES, len(self.ranks)))
+        for rank in probed if self._awaited is None else (self._awaited, *probed):
+            if not self.disk.exists(marker_name(rank, len(self.ranks)), folder):
+                self._awaited = rank
+                return True
+        return False
 
     def is_gone(self) -> bool:
         """Whether the staging folder was removed, or renamed."""
@@ -226,7 +254,7 @@ class Attempt:
         try:
             self.disk.write_file(NAME, parts, folder, unique=unique)
         except CheckpointError as error:
-            self.disk.note(failed_name(self.rank), str(error), folder)
+            self._note_failure(self.rank, str(error), folder)
             # A rank that finds another rank's note cleans up. If all ranks found the disagreement
             # at the same time, each left a note before it could read one: the last cleans up.
             names = self.disk.names(folder)
