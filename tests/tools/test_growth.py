@@ -1,0 +1,33 @@
+"""What grows with the number of ranks, and of parameters, grows no faster than it has to."""
+
+from __future__ import annotations
+
+import pytest
+
+import harness
+
+if harness.RUNS_ON_TORCH:
+    pytest.skip("fsdp2 only: about this package", allow_module_level=True)
+
+from benchmarks.scale.growth import CURVES, POINTS, instructions, slope
+
+# The power of n with which each count may grow. Small n have constant parts, so the slopes are
+# those between the last two points that are measured here.
+LIMITS = {
+    ("snapshot choice", "instructions to meet"): 1.05,
+    ("snapshot choice", "instructions to choose"): 1.05,
+}
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_slopes_stay_below_their_limits(name: str) -> None:
+    counts = {n: CURVES[name](n) for n in POINTS[name][1:3]}
+    for (curve, what), limit in LIMITS.items():
+        if curve == name:
+            assert slope({n: found[what] for n, found in counts.items()}) <= limit, what
+
+
+def test_instructions_are_counted() -> None:
+    few = instructions(lambda: sum(i for i in range(100)))
+    many = instructions(lambda: sum(i for i in range(1000)))
+    assert 900 <= many - few <= 9000
