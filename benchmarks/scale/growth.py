@@ -12,12 +12,18 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 from unittest import mock
 
+import torch.distributed as dist
+
+from fsdp2.describe import hangs
+from fsdp2.describe.whereabouts import Whereabouts
+from fsdp2.guards.rank_agreement.store_exchange import StoreExchange
 from fsdp2.snapshots import meeting
 from fsdp2.snapshots.choice import Generation, PartName, choose
 from fsdp2.snapshots.memory_snapshots import _parsed
@@ -49,6 +55,129 @@ def instructions(call: Callable[[], object]) -> int:
     finally:
         sys.settrace(before)
     return num
+
+
+class CountingStore:
+    """A store in this process that counts what its clients ask for; keys and values are bytes."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, bytes] = {}
+        self.requests = self.bytes = 0
+
+    def _asked(self, keys: Sequence[str], *values: bytes) -> None:
+        self.requests += 1
+        self.bytes += sum(map(len, keys)) + sum(map(len, values))
+
+    def set(self, key: str, value: str) -> None:
+        self.held[key] = value.encode()
+        self._asked([key], self.held[key])
+
+    def append(self, key: str, value: str) -> None:
+        self.held[key] = self.held.get(key, b"") + value.encode()
+        self._asked([key], value.encode())
+
+    def add(self, key: str, num: int) -> int:
+        self.held[key] = str(int(self.held.get(key, b"0")) + num).encode()
+        self._asked([key], self.held[key])
+        return int(self.held[key])
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        found = [self.held[key] for key in keys]
+        self._asked(keys, *found)
+        return found
+
+    def check(self, keys: Sequence[str]) -> bool:
+        self._asked(keys)
+        return all(key in self.held for key in keys)
+
+    def wait(self, keys: Sequence[str], timeout: object) -> None:
+        if not self.check(keys):
+            raise RuntimeError("timeout")
+
+    def delete_key(self, key: str) -> bool:
+        self._asked([key])
+        return self.held.pop(key, None) is not None
+
+
+def counted(store: CountingStore, call: Callable[[], object]) -> tuple[int, int]:
+    """Requests and bytes of a call."""
+    before = store.requests, store.bytes
+    call()
+    return store.requests - before[0], store.bytes - before[1]
+
+
+def first_forward(n: int) -> Counts:
+    """All ranks compare their models before the first forward; the last that comes judges."""
+    clients = exchanges(CountingStore(), n)
+    topics = {"": {"units": "''"}, "values 0 of mesh dim 0": {"a": "b"}, "initial ": {"a": "b"}}
+    store = clients[0]._store
+    asked = [counted(store, lambda c=c: c.say(topics, "run")) for c in clients]  # type: ignore[misc]
+    last = asked[-1]
+    for i, client in enumerate(clients):
+        requests, num_bytes = counted(store, client.hear)
+        asked[i] = asked[i][0] + requests, asked[i][1] + num_bytes
+    return {
+        "requests of a rank": asked[0][0],
+        "bytes of a rank": asked[0][1],
+        "requests of the last": last[0],
+        "bytes of the last": last[1],
+        "requests": store.requests,
+        "bytes": store.bytes,
+    }
+
+
+def late_rank(n: int) -> Counts:
+    """One rank names those that do not come to the first forward, here one of all."""
+    clients = exchanges(CountingStore(), n)
+    for client in clients[:-1]:
+        client.say({"": {}}, "run")
+    requests, num_bytes = counted(clients[0]._store, clients[0]._missing)
+    return {"requests": requests, "bytes": num_bytes}
+
+
+def exchanges(store: CountingStore, n: int) -> list[Any]:
+    """The ranks of a meeting, in this process."""
+    ranks, made = tuple(range(n)), []
+    with (
+        mock.patch.object(dist.distributed_c10d, "_get_default_store", return_value=store),
+        mock.patch.object(dist.distributed_c10d, "_get_default_group", return_value=store),
+        mock.patch.object(dist, "get_rank", return_value=0),
+    ):
+        for rank in ranks:
+            made.append(StoreExchange("first", ranks, 1.0))
+            made[-1]._me, made[-1]._counts = rank, Counter()
+    return made
+
+
+def watched_hangs(n: int) -> Counts:
+    """Each rank of `watch_hangs` tells where it is; after that one of them reads all, to report."""
+    store = CountingStore()
+    place = Whereabouts(
+        12, "backward", 7, "layers.20.mlp", "the reduction of unit 'layers.20.mlp'",
+        "train.py:128 in step",
+    )  # fmt: skip
+    watches: list[Any] = []
+    for rank in range(n):
+        watch: Any = hangs.watch_hangs.__new__(hangs.watch_hangs)
+        watch._rank, watch._size, watch._beat, watch._store = rank, n, 0, store
+        watches.append(watch)
+    with mock.patch.object(hangs, "_server", return_value=("host", 1)):
+        for watch in watches:
+            watch._write(place)
+            if watch._rank < RANKS_PER_HOST:
+                watch._tell_at_store()
+        watch = watches[-1]
+        beat = counted(store, lambda: (watch._write(place), watch._remember()))
+    report = counted(store, watch._read)
+    return {
+        "requests of a beat": beat[0],
+        "bytes of a beat": beat[1],
+        "requests of a rank to read all": report[0],
+        "bytes of a rank to read all": report[1],
+    }
 
 
 def snapshot_choice(n: int) -> Counts:
@@ -95,5 +224,15 @@ def _session(folder: str, hosts: list[int]) -> meeting.Session:
         return meeting.Session("growth", Path(folder), None, "127.0.0.1", 60.0, 0, ranks)
 
 
-CURVES: dict[str, Callable[[int], Counts]] = {"snapshot choice": snapshot_choice}
-POINTS: dict[str, tuple[int, ...]] = {"snapshot choice": (64, 256, 1024, 4096)}
+CURVES: dict[str, Callable[[int], Counts]] = {
+    "snapshot choice": snapshot_choice,
+    "first forward": first_forward,
+    "late rank": late_rank,
+    "watched hangs": watched_hangs,
+}
+POINTS: dict[str, tuple[int, ...]] = {
+    "snapshot choice": (64, 256, 1024, 4096),
+    "first forward": (16, 64, 256, 1024, 4096),
+    "late rank": (16, 64, 256, 1024, 4096),
+    "watched hangs": (16, 64, 256, 1024, 4096),
+}

@@ -29,7 +29,7 @@ from typing_extensions import override
 from ..common.failures import lost_what
 from ..common.threads import tell, work_in_turns
 from ..guards.rank_agreement.comparison import name_of
-from ..guards.rank_agreement.store_exchange import can_meet, name_ranks
+from ..guards.rank_agreement.store_exchange import can_meet, name_ranks, read
 from ..runtime.unit import units_in
 from . import flight_records
 from .flight_records import PREFIX
@@ -488,15 +488,11 @@ class watch_hangs:  # noqa: N801 (used like a function)
     def _read(self) -> dict[int, tuple[int, Whereabouts | None]]:
         """What each rank wrote last: how often it has, and where it was."""
         keys = [self._key(rank) for rank in range(self._size)]
-        # ``multi_get`` waits for keys that are not there.
-        there = [rank for rank in range(self._size) if self._store.check([keys[rank]])]
-        found: dict[int, tuple[int, Whereabouts | None]] = dict.fromkeys(
-            range(self._size), (0, None)
-        )
-        for rank, said in zip(there, self._store.multi_get([keys[r] for r in there]), strict=True):
-            beat, place = json.loads(said)
-            found[rank] = beat, Whereabouts(**place)
-        return found
+        said = read(self._store, keys)
+        return {
+            rank: (said[key][0], Whereabouts(**said[key][1])) if key in said else (0, None)
+            for rank, key in enumerate(keys)
+        }
 
 
 def _server(store: Any) -> tuple[str, int] | None:

@@ -16,6 +16,13 @@ from benchmarks.scale.growth import CURVES, POINTS, instructions, slope
 LIMITS = {
     ("snapshot choice", "instructions to meet"): 1.05,
     ("snapshot choice", "instructions to choose"): 1.05,
+    ("first forward", "requests of a rank"): 0.0,
+    ("first forward", "bytes of a rank"): 0.05,
+    ("first forward", "bytes of the last"): 1.05,
+    ("late rank", "requests"): 0.3,  # by the logarithm
+    ("watched hangs", "requests of a beat"): 0.0,
+    ("watched hangs", "bytes of a beat"): 0.05,
+    ("watched hangs", "requests of a rank to read all"): 0.0,
 }
 
 
