@@ -172,12 +172,31 @@ def watched_hangs(n: int) -> Counts:
         watch = watches[-1]
         beat = counted(store, lambda: (watch._write(place), watch._remember()))
     report = counted(store, watch._read)
+    # Its connection broke, and nobody says why for as long as it looks.
+    watch._interval_s, watch._ended = hangs._LONGEST_S, "RuntimeError: connection closed"
+    with mock.patch.object(hangs, "time", _QuickTime()):
+        lost = counted(store, watch._find_lost)
     return {
         "requests of a beat": beat[0],
         "bytes of a beat": beat[1],
         "requests of a rank to read all": report[0],
         "bytes of a rank to read all": report[1],
+        "requests of a rank that lost others": lost[0],
+        "bytes of a rank that lost others": lost[1],
     }
+
+
+class _QuickTime:
+    """The module `time`, where nobody waits."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += seconds
 
 
 def snapshot_choice(n: int) -> Counts:

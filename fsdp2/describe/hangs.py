@@ -446,7 +446,7 @@ class watch_hangs:  # noqa: N801 (used like a function)
         first = self._read()
         end = time.monotonic() + 2 * self._interval_s
         while True:
-            time.sleep(min(_SHORTEST_S, self._interval_s))
+            time.sleep(max(_SHORTEST_S, self._interval_s / 10))  # each reads what all wrote
             second = self._read()
             places = {rank: where for rank, (_, where) in second.items()}
             alive = {rank: second[rank][0] != first[rank][0] for rank in second}

@@ -34,6 +34,11 @@ def test_slopes_stay_below_their_limits(name: str) -> None:
             assert slope({n: found[what] for n, found in counts.items()}) <= limit, what
 
 
+def test_a_rank_that_lost_others_reads_what_all_wrote_a_few_times() -> None:
+    found = CURVES["watched hangs"](16)
+    assert found["requests of a rank that lost others"] <= 50
+
+
 def test_instructions_are_counted() -> None:
     few = instructions(lambda: sum(i for i in range(100)))
     many = instructions(lambda: sum(i for i in range(1000)))
