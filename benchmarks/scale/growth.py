@@ -62,10 +62,11 @@ class CountingStore:
 
     def __init__(self) -> None:
         self.held: dict[str, bytes] = {}
-        self.requests = self.bytes = 0
+        self.requests = self.bytes = self.most_keys = 0
 
     def _asked(self, keys: Sequence[str], *values: bytes) -> None:
         self.requests += 1
+        self.most_keys = max(self.most_keys, len(keys))
         self.bytes += sum(map(len, keys)) + sum(map(len, values))
 
     def set(self, key: str, value: str) -> None:
@@ -124,6 +125,7 @@ def first_forward(n: int) -> Counts:
         "bytes of a rank": asked[0][1],
         "requests of the last": last[0],
         "bytes of the last": last[1],
+        "keys of the longest request": store.most_keys,
         "requests": store.requests,
         "bytes": store.bytes,
     }

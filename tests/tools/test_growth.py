@@ -39,6 +39,11 @@ def test_a_rank_that_lost_others_reads_what_all_wrote_a_few_times() -> None:
     assert found["requests of a rank that lost others"] <= 50
 
 
+def test_no_request_is_long() -> None:
+    """Of 16,384 keys, one took most of a second of a TCPStore's time; sixteen take a twentieth."""
+    assert CURVES["first forward"](2048)["keys of the longest request"] <= 1024
+
+
 def test_instructions_are_counted() -> None:
     few = instructions(lambda: sum(i for i in range(100)))
     many = instructions(lambda: sum(i for i in range(1000)))
