@@ -13,14 +13,20 @@ import math
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fsdp2 import clip_grad_norm_, fully_shard
 from fsdp2.describe import hangs
 from fsdp2.describe.whereabouts import Whereabouts
 from fsdp2.guards.rank_agreement.store_exchange import StoreExchange
@@ -245,15 +251,75 @@ def _session(folder: str, hosts: list[int]) -> meeting.Session:
         return meeting.Session("growth", Path(folder), None, "127.0.0.1", 60.0, 0, ranks)
 
 
+@contextmanager
+def rank_of(world: int) -> Iterator[DeviceMesh]:
+    """As rank 0 of so many, whose collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        yield init_device_mesh("cpu", (world,))
+    finally:
+        dist.destroy_process_group()
+
+
+def parameters(n: int, mesh: DeviceMesh, shard: Callable[..., object]) -> nn.Module:
+    """A model of n parameters, in units of 100, and the root."""
+    layers = [
+        nn.Sequential(*(nn.ParameterList(torch.zeros(10, 8, 2).unbind()) for _ in range(10)))
+        for _ in range(n // 100)
+    ]
+    for layer in layers:
+        shard(layer, mesh=mesh)
+    model = nn.Sequential(*layers)
+    shard(model, mesh=mesh)
+    return model
+
+
+def sharding(n: int) -> Counts:
+    """`fully_shard` of n parameters, in units of 100."""
+    with rank_of(8) as mesh:
+        parameters(100, mesh, fully_shard)
+        return {"instructions": instructions(lambda: parameters(n, mesh, fully_shard))}
+
+
+def sharding_in_worlds(world: int) -> Counts:
+    """`fully_shard` of ten units of 100 parameters, as a rank of so many."""
+    with rank_of(world) as mesh:
+        parameters(100, mesh, fully_shard)
+        return {"instructions": instructions(lambda: parameters(1000, mesh, fully_shard))}
+
+
+def state_and_norm(n: int) -> Counts:
+    """What a step and a save do with n parameters beside collectives."""
+    with rank_of(8) as mesh:
+        plain = parameters(n, mesh, lambda module, mesh: module)
+        model = parameters(n, mesh, fully_shard)
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+        clip_grad_norm_(model.parameters(), 1.0)
+        return {
+            "plain state_dict instructions": instructions(plain.state_dict),
+            "state_dict instructions": instructions(model.state_dict),
+            "clip_grad_norm_ instructions": instructions(
+                lambda: clip_grad_norm_(model.parameters(), 1.0)
+            ),
+        }
+
+
 CURVES: dict[str, Callable[[int], Counts]] = {
     "snapshot choice": snapshot_choice,
     "first forward": first_forward,
     "late rank": late_rank,
     "watched hangs": watched_hangs,
+    "sharding": sharding,
+    "sharding in worlds": sharding_in_worlds,
+    "state and norm": state_and_norm,
 }
 POINTS: dict[str, tuple[int, ...]] = {
     "snapshot choice": (64, 256, 1024, 4096),
     "first forward": (16, 64, 256, 1024, 4096),
     "late rank": (16, 64, 256, 1024, 4096),
     "watched hangs": (16, 64, 256, 1024, 4096),
+    "sharding": (100, 300, 1000, 3000),
+    "sharding in worlds": (8, 64, 512, 4096),
+    "state and norm": (100, 1000, 3000, 10_000),
 }

@@ -20,6 +20,10 @@ LIMITS = {
     ("first forward", "bytes of a rank"): 0.05,
     ("first forward", "bytes of the last"): 1.05,
     ("late rank", "requests"): 0.3,  # by the logarithm
+    ("sharding", "instructions"): 1.05,
+    ("sharding in worlds", "instructions"): 0.05,
+    ("state and norm", "state_dict instructions"): 1.05,
+    ("state and norm", "clip_grad_norm_ instructions"): 1.05,
     ("watched hangs", "requests of a beat"): 0.0,
     ("watched hangs", "bytes of a beat"): 0.05,
     ("watched hangs", "requests of a rank to read all"): 0.0,
