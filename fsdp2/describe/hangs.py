@@ -489,9 +489,9 @@ class watch_hangs:  # noqa: N801 (used like a function)
         """What each rank wrote last: how often it has, and where it was."""
         keys = [self._key(rank) for rank in range(self._size)]
         said = read(self._store, keys)
+        found = [json.loads(said[key]) if key in said else (0, None) for key in keys]
         return {
-            rank: (said[key][0], Whereabouts(**said[key][1])) if key in said else (0, None)
-            for rank, key in enumerate(keys)
+            rank: (beat, place and Whereabouts(**place)) for rank, (beat, place) in enumerate(found)
         }
 
 

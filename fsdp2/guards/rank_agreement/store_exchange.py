@@ -14,7 +14,7 @@ import json
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -194,7 +194,7 @@ class StoreExchange:
     def _missing(self) -> list[int]:
         """Ranks that have not come to this round."""
         said = read(self._store, [self._key(rank) for rank in self.ranks])
-        return [r for r in self.ranks if said.get(self._key(r), [0])[0] < self._round]
+        return [r for r in self.ranks if json.loads(said.get(self._key(r), "[0]"))[0] < self._round]
 
     @property
     def _here(self) -> str:
@@ -216,7 +216,7 @@ class StoreExchange:
     def _judge(self) -> None:
         """Compare the checksums of all ranks; for the one that has the claim."""
         said = read(self._store, [self._key(rank) for rank in self.ranks]).values()
-        checksums = {rank: each for rank, (_, each) in zip(self.ranks, said, strict=True)}
+        checksums = {rank: json.loads(data)[1] for rank, data in zip(self.ranks, said, strict=True)}
         kinds = kinds_of(checksums)
         verdict: dict[str, Any] = {}
         if kinds:
@@ -267,13 +267,13 @@ def kinds_of(checksums: Mapping[int, Mapping[str, str]]) -> dict[str, list[list[
     return {topic: list(kinds.values()) for topic, kinds in by_topic.items() if len(kinds) > 1}
 
 
-def read(store: Any, keys: Sequence[str]) -> dict[str, Any]:
+def read(store: dist.Store, keys: list[str]) -> dict[str, bytes]:
     """What is under the keys that are there, in a few requests for each that is not.
 
     (``multi_get`` waits for all. And a TCPStore takes time by the square of a request's length.)
     """
     if len(keys) <= 1024 and store.check(keys):
-        return dict(zip(keys, map(json.loads, store.multi_get(keys)), strict=True))
+        return dict(zip(keys, store.multi_get(keys), strict=True))
     half = len(keys) // 2
     return read(store, keys[:half]) | read(store, keys[half:]) if half else {}
 
