@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from torch.distributed.tensor import DTensor
 
 import harness
 
@@ -46,6 +47,11 @@ def test_a_rank_that_lost_others_reads_what_all_wrote_a_few_times() -> None:
 def test_no_request_is_long() -> None:
     """Of 16,384 keys, one took most of a second of a TCPStore's time; sixteen take a twentieth."""
     assert CURVES["first forward"](2048)["keys of the longest request"] <= 1024
+
+
+def test_parameters_are_wrapped_without_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DTensor, "from_local", None)
+    CURVES["sharding"](100)
 
 
 def test_instructions_are_counted() -> None:
