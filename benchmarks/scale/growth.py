@@ -12,6 +12,7 @@ import json
 import math
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from fsdp2 import clip_grad_norm_, fully_shard
 from fsdp2.describe import hangs
 from fsdp2.describe.whereabouts import Whereabouts
 from fsdp2.guards.rank_agreement.store_exchange import StoreExchange
+from fsdp2.planning import Cluster, Workload, plan
 from fsdp2.snapshots import meeting
 from fsdp2.snapshots.choice import Generation, PartName, choose
 from fsdp2.snapshots.memory_snapshots import _parsed
@@ -305,6 +307,18 @@ def state_and_norm(n: int) -> Counts:
         }
 
 
+def planning(world: int) -> Counts:
+    """`plan` of eight blocks for so many ranks: there are more meshes to choose from."""
+    with torch.device("meta"):
+        blocks = [
+            nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024)) for _ in range(8)
+        ]
+        workload = Workload(nn.Sequential(*blocks), torch.empty(64, 1024))
+    before = time.process_time()
+    found = plan(workload, Cluster("h100", world))
+    return {"candidates": len(found.outcomes), "cpu s": time.process_time() - before}
+
+
 CURVES: dict[str, Callable[[int], Counts]] = {
     "snapshot choice": snapshot_choice,
     "first forward": first_forward,
@@ -313,6 +327,7 @@ CURVES: dict[str, Callable[[int], Counts]] = {
     "sharding": sharding,
     "sharding in worlds": sharding_in_worlds,
     "state and norm": state_and_norm,
+    "planning": planning,
 }
 POINTS: dict[str, tuple[int, ...]] = {
     "snapshot choice": (64, 256, 1024, 4096),
@@ -322,4 +337,5 @@ POINTS: dict[str, tuple[int, ...]] = {
     "sharding": (100, 300, 1000, 3000),
     "sharding in worlds": (8, 64, 512, 4096),
     "state and norm": (100, 1000, 3000, 10_000),
+    "planning": (8, 512, 4096, 16384),
 }

@@ -31,7 +31,7 @@ LIMITS = {
 }
 
 
-@pytest.mark.parametrize("name", CURVES)
+@pytest.mark.parametrize("name", sorted({name for name, _ in LIMITS}))
 def test_slopes_stay_below_their_limits(name: str) -> None:
     counts = {n: CURVES[name](n) for n in POINTS[name][1:3]}
     for (curve, what), limit in LIMITS.items():
