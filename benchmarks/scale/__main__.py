@@ -24,30 +24,32 @@ from .checkpoint import LAYOUTS
 from .curves import Counted, Curve, table
 
 # Where the curves are. Of another module only its name has to be added.
-MODULES = [import_module(f".{name}", __package__) for name in ("checkpoint", "dcp")]
+MODULES = [import_module(f".{name}", __package__) for name in ("checkpoint", "dcp", "growth")]
 
 RANKS, TENSORS = (16, 64, 256, 1024), (30, 1000)
-QUICK_RANKS, QUICK_TENSORS = (16, 64), (30,)
+QUICK_TENSORS = (30,)
 MOST = 100_000  # ranks x tensors of a point: more take a minute each, and gigabytes
 
 
 def curves_of(
     names: Sequence[str], tensors: Sequence[int], layout: str
-) -> Iterator[tuple[str, int, Callable[[int], Counted]]]:
-    """Title, tensors (0: of no model), and how to count a point, of all curves with these names."""
+) -> Iterator[tuple[str, int, Callable[[int], Counted], Sequence[int]]]:
+    """Title, tensors (0: of no model), how to count a point, and the usual points, of all curves
+    with these names."""
     for module in MODULES:
         for name, point in module.CURVES.items():
             if names and name not in names:
                 continue
             takes = inspect.signature(point).parameters
+            points = getattr(module, "POINTS", {}).get(name, RANKS)
             options: dict[str, Any] = {"layout": layout} if "layout" in takes else {}
             which = f", {layout}" if options and layout != "auto" else ""
             if "tensors" not in takes:
-                yield name + which, 0, partial(point, **options)
+                yield name + which, 0, partial(point, **options), points
                 continue
             for num in tensors:
                 title = f"{name}, {num:,} tensors{which}"
-                yield title, num, partial(point, tensors=num, **options)
+                yield title, num, partial(point, tensors=num, **options), points
 
 
 def measure(
@@ -73,19 +75,19 @@ def main() -> None:
         prog="python -m benchmarks.scale", description=__doc__.partition("\n\n")[0]
     )
     parser.add_argument("--curve", action="append", choices=names, help="may be repeated; else all")
-    parser.add_argument("--ranks", type=_numbers, help=f"default: {RANKS}")
+    parser.add_argument("--ranks", type=_numbers, help=f"default: {RANKS}, or the curve's own")
     parser.add_argument("--tensors", type=_numbers, help=f"of the model; default: {TENSORS}")
     parser.add_argument("--layout", choices=LAYOUTS, default="auto")
     parser.add_argument("--most", type=int, default=MOST, help="ranks x tensors of a point")
     parser.add_argument("--quick", action="store_true", help="two points, one model")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all counts")
     options = parser.parse_args()
-    ranks = options.ranks or (QUICK_RANKS if options.quick else RANKS)
     tensors = options.tensors or (QUICK_TENSORS if options.quick else TENSORS)
     record = machine.describe()
     found = []
-    for title, num, point in curves_of(options.curve or (), tensors, options.layout):
-        curve = measure(title, num, point, sorted(ranks), options.most)
+    for title, num, point, points in curves_of(options.curve or (), tensors, options.layout):
+        usual = points[:2] if options.quick else points
+        curve = measure(title, num, point, sorted(options.ranks or usual), options.most)
         found.append(curve)
         if curve.points:
             print(f"{table(curve)}\n", flush=True)

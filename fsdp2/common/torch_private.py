@@ -143,6 +143,8 @@ DISTRIBUTED = (
     *_names(
         "a DTensor of a device mesh over a shard in host memory",
         "torch.distributed.tensor.DTensor._spec",
+        "torch.distributed.tensor._dtensor_spec.DTensorSpec",
+        "torch.distributed.tensor._dtensor_spec.TensorMeta",
     ),
     *_names(
         "a dim that tensor parallelism and we both cut",

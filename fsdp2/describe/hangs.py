@@ -29,7 +29,7 @@ from typing_extensions import override
 from ..common.failures import lost_what
 from ..common.threads import tell, work_in_turns
 from ..guards.rank_agreement.comparison import name_of
-from ..guards.rank_agreement.store_exchange import can_meet, name_ranks
+from ..guards.rank_agreement.store_exchange import can_meet, name_ranks, read
 from ..runtime.unit import units_in
 from . import flight_records
 from .flight_records import PREFIX
@@ -446,7 +446,7 @@ class watch_hangs:  # noqa: N801 (used like a function)
         first = self._read()
         end = time.monotonic() + 2 * self._interval_s
         while True:
-            time.sleep(min(_SHORTEST_S, self._interval_s))
+            time.sleep(max(_SHORTEST_S, self._interval_s / 10))  # each reads what all wrote
             second = self._read()
             places = {rank: where for rank, (_, where) in second.items()}
             alive = {rank: second[rank][0] != first[rank][0] for rank in second}
@@ -488,15 +488,11 @@ class watch_hangs:  # noqa: N801 (used like a function)
     def _read(self) -> dict[int, tuple[int, Whereabouts | None]]:
         """What each rank wrote last: how often it has, and where it was."""
         keys = [self._key(rank) for rank in range(self._size)]
-        # ``multi_get`` waits for keys that are not there.
-        there = [rank for rank in range(self._size) if self._store.check([keys[rank]])]
-        found: dict[int, tuple[int, Whereabouts | None]] = dict.fromkeys(
-            range(self._size), (0, None)
-        )
-        for rank, said in zip(there, self._store.multi_get([keys[r] for r in there]), strict=True):
-            beat, place = json.loads(said)
-            found[rank] = beat, Whereabouts(**place)
-        return found
+        said = read(self._store, keys)
+        found = [json.loads(said[key]) if key in said else (0, None) for key in keys]
+        return {
+            rank: (beat, place and Whereabouts(**place)) for rank, (beat, place) in enumerate(found)
+        }
 
 
 def _server(store: Any) -> tuple[str, int] | None:

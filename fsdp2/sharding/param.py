@@ -26,7 +26,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from ..common.failures import explained
 from ..dtensor.block_shard import block_shard
 from ..dtensor.boxes import entries_per_part
-from ..dtensor.from_local import dtensor_over
+from ..dtensor.from_local import spec_over
 from ..dtensor.memory import with_own_storage
 from ..dtensor.subclasses import attach_attributes, is_wrapper, plain_gradient, user_attributes
 from ..policy import compute_dtype
@@ -99,9 +99,8 @@ class TensorSpec:
         # as operators on DTensors do.
         spec = self._specs.get(local.dtype)
         if spec is None:
-            whole = torch.empty(self.shape, dtype=local.dtype, device="meta")
-            made = dtensor_over(whole, self.mesh, self.placements, self.shape, self.stride)
-            spec = self._specs[local.dtype] = made._spec
+            layout = self.mesh, self.placements, self.shape, self.stride
+            spec = self._specs[local.dtype] = spec_over(*layout, local.dtype)
         if not local.storage_offset():
             return DTensor(local, spec, requires_grad=False)
         with torch.no_grad():

@@ -12,7 +12,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -43,13 +43,13 @@ def assembled(folder: Folder, choice: Choice, origins: Origins, secret: str) -> 
     (path / FOLDER).mkdir()
     try:
         fetch: dict[str, Callable[[memoryview, int], int]] = {}
-        for part in choice.holders:
-            if not origins[part]:
+        for part, addresses in origins.items():
+            if not addresses:
                 _link(folder.path_of(part), path, folder.manifest(part))
                 continue
-            remote = _Remote(part, origins[part], peers)
+            remote = _Remote(part, addresses, peers)
             for file in _outline(remote, path):
-                fetch[file] = _FetchesFile(remote, file)
+                fetch[file] = partial(remote.get_into, file)
         with open_source(path) as source:
             source.fetch.update(fetch)
             yield source
@@ -84,15 +84,6 @@ def _outline(remote: _Remote, path: Path) -> list[str]:
             out.write(frame(header))
             out.truncate(size)
     return [file for file, _, _ in files]
-
-
-@dataclass(frozen=True)
-class _FetchesFile:
-    remote: _Remote
-    file: str
-
-    def __call__(self, out: memoryview, offset: int) -> int:
-        return self.remote.get_into(self.file, out, offset)
 
 
 class _Remote:

@@ -14,7 +14,8 @@ from pathlib import Path
 from ..checkpoint.agreement import said_by_first, told_by_all
 from ..checkpoint.errors import CheckpointError
 from ..common.host import address_of_interface, boot_id
-from .choice import Generation
+from .assembly import Origins
+from .choice import Choice, Generation
 from .folder import Folder, remove_stale
 from .neighbours import SnapshotPlace, neighbours
 from .transfer import Address, Server
@@ -50,6 +51,7 @@ class Session:
 
     Attributes:
         members: by rank.
+        here: the folder that this rank sees, as named in `Member`.
         number, nonce: of the session.
         last_step: which the sessions before have come to; None: unknown.
         neighbours: for each rank the one that holds its copies; None: there is no other place.
@@ -94,6 +96,10 @@ class Session:
         except BaseException:
             self.close()
             raise
+        self.here = self.members[ranks.index(rank)].folder
+        self._servers: dict[str, dict[int, Address]] = {}
+        for of, member in zip(ranks, self.members, strict=True):
+            self._servers.setdefault(member.folder, {})[of] = member.address, member.port
         self.number = 1 + max(max(m.session, m.progress[0]) for m in self.members)
         progress = max(m.progress for m in self.members)
         self.last_step = progress[1] if progress[0] else None
@@ -157,14 +163,9 @@ class Session:
         """Whether it was made in this session."""
         return (generation.session, generation.nonce) == (self.number, self.nonce)
 
-    @property
-    def here(self) -> str:
-        """The folder that this rank sees, as named in `Member`."""
-        return self.members[self.ranks.index(self.rank)].folder
-
     def at(self, folder: str) -> list[int]:
         """The ranks that see ``folder``; the first of them cleans it up."""
-        return [r for r, m in zip(self.ranks, self.members, strict=True) if m.folder == folder]
+        return list(self._servers[folder])
 
     @property
     def cleans(self) -> bool:
@@ -174,11 +175,18 @@ class Session:
         member = self.members[self.ranks.index(rank)]
         return member.address, member.port
 
-    def servers_of(self, folder: str, start: int) -> list[Address]:
-        """Of all ranks that see ``folder``; different readers begin with different ones."""
-        ranks = self.at(folder)
-        first = start % len(ranks)
-        return [self.address_of(rank) for rank in (*ranks[first:], *ranks[:first])]
+    def origins(self, choice: Choice) -> Origins:
+        """Ranks begin with different parts and servers: else all would ask one host at a time."""
+        parts = list(choice.holders.items())
+        return {
+            part: [] if self.here in at else [a for folder in at for a in self._servers_of(folder)]
+            for part, at in parts[self.rank :] + parts[: self.rank]
+        }
+
+    def _servers_of(self, folder: str) -> list[Address]:
+        addresses = list(self._servers[folder].values())
+        first = self.rank % len(addresses)
+        return addresses[first:] + addresses[:first]
 
 
 def raise_first(ranks: Sequence[int], errors: Sequence[str]) -> None:

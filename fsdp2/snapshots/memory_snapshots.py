@@ -455,17 +455,11 @@ class MemorySnapshots:
         scheduler: Any,
         device: torch.device | str | None,
     ) -> Loaded:
-        session = self._session
-        origins = {
-            part: []
-            if session.here in folders
-            else [a for folder in folders for a in session.servers_of(folder, self.rank)]
-            for part, folders in choice.holders.items()
-        }
+        origins = self._session.origins(choice)
         # Its end is also a barrier: nobody removes what another rank still reads.
         with (
             Together("restore a snapshot", self.ranks) as together,
-            assembled(self._folder, choice, origins, session.secret) as source,
+            assembled(self._folder, choice, origins, self._session.secret) as source,
         ):
             # Everything has been verified; reading twice would double what is sent.
             return load_training(

@@ -30,6 +30,7 @@ from .folder import Folder
 
 PIECE_BYTES = 1 << 20
 TIMEOUT_S = 60.0  # without a byte
+MAX_PEERS = 16  # of a thread
 Address = tuple[str, int]  # and port
 _LENGTH = struct.Struct(">I")
 _LONGEST = 16 << 20  # of a message's JSON
@@ -367,25 +368,28 @@ class Peer:
 
 
 class Peers:
-    """Connections to servers, one per address and thread that uses it."""
+    """Connections to servers, one per address and thread that uses it; of each thread the last few.
+
+    There are as many servers as ranks, and each has a thread for every connection.
+    """
 
     def __init__(self, secret: str) -> None:
         self._secret = secret
         self._mine = threading.local()
-        self._all: list[Peer] = []
+        self._all: set[Peer] = set()
 
     def to(self, address: Address) -> Peer:
         """The connection of this thread to the server at ``address``."""
         mine = self._by_address()
         if address not in mine:
+            if len(mine) == MAX_PEERS:
+                self.forget(next(iter(mine)))
             mine[address] = Peer(*address, self._secret)
-            self._all.append(mine[address])
+            self._all.add(mine[address])
         return mine[address]
 
     def _by_address(self) -> dict[Address, Peer]:
-        if not hasattr(self._mine, "peers"):
-            self._mine.peers = {}
-        found: dict[Address, Peer] = self._mine.peers
+        found: dict[Address, Peer] = self._mine.__dict__.setdefault("peers", {})
         return found
 
     def forget(self, address: Address) -> None:
@@ -393,9 +397,10 @@ class Peers:
         peer = self._by_address().pop(address, None)
         if peer is not None:
             peer.close()
+            self._all.discard(peer)
 
     def close(self) -> None:
-        for peer in self._all:
+        for peer in list(self._all):
             peer.close()
 
 

@@ -188,7 +188,7 @@ NAMES = [name for module in MODULES for name in module.CURVES]
 def measured() -> dict[str, Curve]:
     found = {}
     for name in NAMES:
-        ((title, num, point),) = curves_of([name], [TENSORS], "auto")
+        ((title, num, point, _),) = curves_of([name], [TENSORS], "auto")
         assert (title, num) == (f"{name}, 6 tensors", TENSORS)
         found[name] = measure(title, num, point, RANKS, 10**6)
     return found

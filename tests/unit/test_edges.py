@@ -37,7 +37,7 @@ ALLOWED = {
     "its_type completed() _joined()",
     "runtime/torch_modes.py": "given function made args replacing()",
     # JSON, and values of which only a checksum or the text counts.
-    "guards/rank_agreement/store_exchange.py": "store self._store verdict found value ranks "
+    "guards/rank_agreement/store_exchange.py": "store self._store verdict found ranks "
     "_wait_for_verdict()",
     "guards/rank_agreement/comparison.py": "data",
     # What torch has no stubs for: specs, process groups' backends, operations of reductions.

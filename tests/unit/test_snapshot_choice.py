@@ -7,6 +7,7 @@ from itertools import combinations
 
 import pytest
 
+from fsdp2.snapshots import transfer
 from fsdp2.snapshots.choice import Generation, PartName, choose
 from fsdp2.snapshots.neighbours import SnapshotPlace, neighbours
 from harness import ours_only
@@ -114,3 +115,23 @@ def test_random_losses_against_a_plain_search() -> None:
         choice = choose(inventories)
         found = None if choice is None else (choice.generation.session, choice.generation.step)
         assert found == (max(whole) if whole else None)
+
+
+def test_a_reader_of_many_servers_keeps_few_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a descriptor here, and a thread of the server."""
+    connected: set[object] = set()
+
+    class Peer:
+        def __init__(self, *address: object) -> None:
+            connected.add(self)
+
+        def close(self) -> None:
+            connected.discard(self)
+
+    monkeypatch.setattr(transfer, "Peer", Peer)
+    peers = transfer.Peers("")
+    for port in range(1000):
+        assert peers.to(("host", port)) is peers.to(("host", port))
+        assert len(connected) <= transfer.MAX_PEERS
+    peers.close()
+    assert not connected

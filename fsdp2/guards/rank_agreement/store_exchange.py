@@ -108,7 +108,8 @@ class StoreExchange:
         self._round = self._counts[self._path]
         self._base = f"{self._path}/{self._round}"
         self._topics, self._about = topics, about
-        checksums = {topic: _checksum(sorted(held.items())) for topic, held in topics.items()}
+        texts = {topic: repr(sorted(held.items())).encode() for topic, held in topics.items()}
+        checksums = {topic: f"{zlib.crc32(text):08x}" for topic, text in texts.items()}
         with explained(self._what, None):
             # First say, then count: who counts last reads what all have said. Then claim, since a
             # rank whose time is up may be writing a verdict of its own just now.
@@ -192,13 +193,8 @@ class StoreExchange:
 
     def _missing(self) -> list[int]:
         """Ranks that have not come to this round."""
-        # ``multi_get`` waits for keys that are not there, so they are looked for first.
-        there = [rank for rank in self.ranks if self._store.check([self._key(rank)])]
-        said = self._store.multi_get([self._key(rank) for rank in there])
-        came = {
-            r for r, data in zip(there, said, strict=True) if json.loads(data)[0] >= self._round
-        }
-        return [rank for rank in self.ranks if rank not in came]
+        said = read(self._store, [self._key(rank) for rank in self.ranks])
+        return [r for r in self.ranks if json.loads(said.get(self._key(r), "[0]"))[0] < self._round]
 
     @property
     def _here(self) -> str:
@@ -219,7 +215,7 @@ class StoreExchange:
 
     def _judge(self) -> None:
         """Compare the checksums of all ranks; for the one that has the claim."""
-        said = self._store.multi_get([self._key(rank) for rank in self.ranks])
+        said = read(self._store, [self._key(rank) for rank in self.ranks]).values()
         checksums = {rank: json.loads(data)[1] for rank, data in zip(self.ranks, said, strict=True)}
         kinds = kinds_of(checksums)
         verdict: dict[str, Any] = {}
@@ -271,8 +267,15 @@ def kinds_of(checksums: Mapping[int, Mapping[str, str]]) -> dict[str, list[list[
     return {topic: list(kinds.values()) for topic, kinds in by_topic.items() if len(kinds) > 1}
 
 
-def _checksum(value: Any) -> str:
-    return f"{zlib.crc32(repr(value).encode()):08x}"
+def read(store: dist.Store, keys: list[str]) -> dict[str, bytes]:
+    """What is under the keys that are there, in a few requests for each that is not.
+
+    (``multi_get`` waits for all. And a TCPStore takes time by the square of a request's length.)
+    """
+    if len(keys) <= 1024 and store.check(keys):
+        return dict(zip(keys, store.multi_get(keys), strict=True))
+    half = len(keys) // 2
+    return read(store, keys[:half]) | read(store, keys[half:]) if half else {}
 
 
 def name_ranks(ranks: Any) -> str:
