@@ -2,7 +2,7 @@
 
 - save: one rank captures, plans and writes its part.
 - waiting: a rank that has written looks whether all others have, and one has not. Every rank of a
-  save looks at least once, and again every quarter of a second.
+  save looks once or more, and again every quarter of a second.
 - commit: the rank that finds all markers commits. Others may at the same time.
 - load: one rank opens the checkpoint, matches it with a model and an optimizer on as many ranks as
   saved, and reads its part.
@@ -69,8 +69,11 @@ def _commit(root: Path, n: int) -> tuple[Counted, Counted]:
     waiting: Counted = {}
     counted: Counted = {}
     attempt = attempt_of(root, 0, tuple(range(n)))
-    with without_marker_of(root, n - 1, n), counting(waiting):
-        committed = attempt.commit()
+    with without_marker_of(root, n - 1, n):
+        for _ in range(n):  # until it knows which marker is missing
+            attempt.commit()
+        with counting(waiting):
+            committed = attempt.commit()
     assert not committed
     with counting(counted):
         committed = attempt.commit()

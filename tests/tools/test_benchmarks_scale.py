@@ -38,14 +38,13 @@ LIMITS = {
     ("save", "names listed"): 0.0,
     ("waiting", "bytes read"): 0.0,
     ("waiting", "files opened"): 0.0,
-    ("waiting", "names listed"): 1.1,
     ("commit", "bytes read"): 1.1,
     ("commit", "bytes written"): 0.3,
     ("commit", "files opened"): 1.0,
     ("commit", "bytes beside data files"): 1.1,
-    ("load", "bytes read besides data"): 1.1,
-    ("load", "files opened"): 1.0,
-    ("load", "names listed"): 1.1,
+    ("load", "bytes read besides data"): 0.05,
+    ("load", "files opened"): 0.0,
+    ("load", "names listed"): 0.0,
 }
 
 
@@ -181,7 +180,8 @@ def test_synthesised_metadata_of_dcp_are_those_of_a_real_save() -> None:
 # -- curves -------------------------------------------------------------------------------------
 
 
-NAMES = [name for module in MODULES for name in module.CURVES]
+# Those of other modules have tests of their own.
+NAMES = [name for module in MODULES if not hasattr(module, "POINTS") for name in module.CURVES]
 
 
 @pytest.fixture(scope="module")
