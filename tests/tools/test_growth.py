@@ -46,7 +46,7 @@ def test_a_rank_that_lost_others_reads_what_all_wrote_a_few_times() -> None:
 
 
 def test_no_request_is_long() -> None:
-    """Of 16,384 keys, one took most of a second of a TCPStore's time; sixteen take a sixth of that."""
+    """A TCPStore takes time by the square of a request's length."""
     assert CURVES["first forward"](2048)["keys of the longest request"] <= 1024
 
 
