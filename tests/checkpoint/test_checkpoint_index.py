@@ -21,11 +21,13 @@ from fsdp2.checkpoint import Checkpointer, CheckpointError, CorruptCheckpoint, l
 from fsdp2.checkpoint.checkpointer import peek
 from fsdp2.checkpoint.format import index as index_format
 from fsdp2.checkpoint.format.header import TensorInfo
-from fsdp2.checkpoint.format.index import Index, index_parts
+from fsdp2.checkpoint.format.index import Index
 from fsdp2.checkpoint.format.manifest import BLOCK_BYTES, Chunk, Manifest, TensorPart
 from fsdp2.checkpoint.format.ranks import Ranks
 from fsdp2.checkpoint.loading.opening import open_source
+from fsdp2.checkpoint.saving import indexing
 from fsdp2.checkpoint.saving.attempt import check_agreement
+from fsdp2.checkpoint.saving.indexing import index_parts
 from fsdp2.checkpoint.saving.writing import plan_save
 from fsdp2.checkpoint.tools.inspect import check, open_checkpoint
 from fsdp2.dtensor.boxes import Box, split_evenly
@@ -130,6 +132,7 @@ def test_every_box_is_found(
     manifests = manifests_of(named, mesh, layout, replicas)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(index_format, "STRETCH", stretch)
+        patch.setattr(indexing, "STRETCH", stretch)
         index = opened(tmp_path_factory.mktemp("index"), manifests)
         for name, shape in named.items():
             starts = [data.draw(st.integers(0, size - 1)) for size in shape]
@@ -194,6 +197,21 @@ def test_each_stretch_is_read_once_for_all_tensors(tmp_path: Path) -> None:
     for name in shapes:
         found_in(index, "model", name, box)
     assert index.bytes_read == read
+    index.close()
+
+
+def test_two_sets_of_ranks_that_both_hold_a_tensor_whole(tmp_path: Path) -> None:
+    """Checksums and file are those of the first that wrote it, not of the first that leads."""
+    info, found = TensorInfo("norm", "F32", (4, 2)), []
+    for rank in range(4):
+        members, whole = (rank % 2, rank % 2 + 2), Box.whole(info.shape)
+        part = TensorPart("model", info, whole, whole, members, writes=rank in (1, 2))
+        plan = plan_save([part], rank, (0, 1, 2, 3), layout="shared")
+        chunks = tuple(Chunk(info, c.file, whole, None, (rank,)) for c in plan.chunks)
+        found.append(Manifest("n", "s", rank, Ranks.of(range(4)), plan.sets, chunks, {}, {}, {}))
+    index = opened(tmp_path, found)
+    [(_, file, _, checksums)] = found_in(index, "model", "norm", Box.whole(info.shape))
+    assert (checksums, [file]) == ((1,), list(found[1].sets[0].sizes))
     index.close()
 
 

@@ -1,7 +1,8 @@
 """One file from which a load knows where its bytes are, however many ranks saved.
 
 Manifests say the same, but only all of them together: a rank that reads them at every load reads
-more with every rank that saved. The rank that commits has read them, and writes this file::
+more with every rank that saved. The rank that commits has read them, and writes this file
+(`saving.indexing`)::
 
     records | stretches | places | contents | tail
 
@@ -21,13 +22,10 @@ bytes of.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import struct
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -36,9 +34,9 @@ from ...dtensor.boxes import Box
 from ..errors import CorruptCheckpoint
 from .checksum import crc32
 from .disk import read_exactly
-from .header import ITEM_BITS, TensorInfo, bytes_of, fits, frame, parse_json
-from .manifest import BLOCK_BYTES, Manifest, kind_of
-from .ranks import Ranks, parsed_ranks
+from .header import ITEM_BITS, TensorInfo, bytes_of, fits, parse_json
+from .manifest import BLOCK_BYTES
+from .ranks import parsed_ranks
 from .strict import MAX_INDEX_BYTES, Check, converted, is_file_name, open_regular
 
 NAME = "index.fsdp2"
@@ -46,7 +44,7 @@ VERSION = 1
 STRETCH = 128  # entries of a partition that are read at once
 PLACE = struct.Struct("<QII")  # of a record: offset, bytes, CRC32
 TAIL = struct.Struct("<8sIQII")  # magic, version, and of the contents offset, bytes, CRC32
-_MAGIC = b"fsdp2idx"
+MAGIC = b"fsdp2idx"
 
 
 class FileInfo(NamedTuple):
@@ -55,181 +53,6 @@ class FileInfo(NamedTuple):
     size: int
     header_bytes: int
     header_sha256: str
-
-
-@dataclass
-class _Partition:
-    """Tensors of one dtype and shape, and the boxes that ranks wrote of each of them."""
-
-    number: int
-    tensors: tuple[int, ...]
-    shape: tuple[int, ...]
-    # The rank by its position, which group of its record it is, and the box.
-    entries: list[tuple[int, int, Box]] = field(default_factory=list)
-
-    def dim(self) -> int | None:
-        """The dim in which boxes begin at the most places; None for 0-dim tensors."""
-        dims = range(len(self.shape))
-        starts = [len({box.start[d] for *_, box in self.entries}) for d in dims]
-        return max(dims, key=starts.__getitem__, default=None)
-
-
-class _Builder:
-    """Gathers what manifests say, in the order of ranks."""
-
-    def __init__(self) -> None:
-        self.ranks: list[int] = []
-        self.tensors: list[tuple[str, TensorInfo]] = []  # with their kinds, by number
-        self.numbers: dict[tuple[str, str], int] = {}
-        self.owners: dict[int, Ranks] = {}
-        self.places: dict[tuple[str, str], tuple[str, int]] = {}
-        self.partitions: dict[tuple[int, ...], _Partition] = {}
-        self.files: dict[str, FileInfo] = {}
-        self.aliases: dict[str, str] = {}
-        self.speakers: dict[str | int, int] = {}
-
-    def record(self, manifest: Manifest) -> bytes:
-        """The record of a rank; remembers what is common to all."""
-        position = len(self.ranks)
-        self.ranks.append(manifest.rank)
-        self.aliases.update(manifest.aliases)
-        names = manifest.optimizer_names
-        self.speakers.setdefault(manifest.rank if names is None else names, manifest.rank)
-        own = self._add_files(manifest)
-        set_of = {file: s.ranks for s in reversed(manifest.sets) for file in s.sizes}
-        alike: dict[tuple[str, tuple[int, ...], Box, str], list[tuple[int, Any]]] = {}
-        for chunk in manifest.chunks:
-            number = self._number(kind_of(chunk.file), chunk.tensor)
-            ranks = set_of[chunk.file]
-            # Ranks that share no files may have written the same tensor: the first ones count.
-            if self.owners.setdefault(number, ranks) == ranks:
-                file = chunk.file if chunk.file in own else ""
-                key = (file, chunk.tensor.shape, chunk.box, chunk.tensor.dtype)
-                alike.setdefault(key, []).append((number, chunk))
-        groups: list[tuple[int, str, int]] = []
-        data = bytearray()
-        for (file, shape, box, _), members in alike.items():
-            numbers = tuple([number for number, _ in members])
-            partition = self.partitions.get(numbers)
-            if partition is None:
-                partition = self.partitions[numbers] = _Partition(
-                    len(self.partitions), numbers, shape
-                )
-            partition.entries.append((position, len(groups), box))
-            groups.append((partition.number, file, len(data)))
-            if file:
-                data += struct.pack(f"<{len(members)}Q", *[c.offset for _, c in members])
-            for _, chunk in members:
-                data += struct.pack(f"<{len(chunk.checksums)}I", *chunk.checksums)
-        content = {"files": own, "small_files": manifest.small_files, "groups": groups}
-        return json.dumps(content, separators=(",", ":")).encode() + b"\n" + data
-
-    def _number(self, kind: str, tensor: TensorInfo) -> int:
-        number = self.numbers.setdefault((kind, tensor.name), len(self.tensors))
-        if number == len(self.tensors):
-            self.tensors.append((kind, tensor))
-        return number
-
-    def _add_files(self, manifest: Manifest) -> dict[str, FileInfo]:
-        """Note shared files and what is in them; returns the files of this rank alone."""
-        own = {}
-        for files in manifest.sets:
-            for file, header in files.headers.items():
-                framed = frame(header)
-                sha256 = hashlib.sha256(framed).hexdigest()
-                info = FileInfo(files.sizes[file], len(framed), sha256)
-                if files.whole:
-                    self.files[file] = info
-                else:
-                    own[file] = info
-                for name, entry in json.loads(header).items():
-                    if name == "__metadata__":
-                        continue
-                    if files.whole:
-                        place = file, len(framed) + entry["data_offsets"][0]
-                        self.places.setdefault((kind_of(file), name), place)
-                    if entry["data_offsets"][0] == entry["data_offsets"][1]:  # no rank writes it
-                        tensor = TensorInfo(name, entry["dtype"], tuple(entry["shape"]))
-                        self._number(kind_of(file), tensor)
-        return own
-
-
-def index_parts(
-    manifests: Iterable[Manifest], hf_index: Callable[[], bytes | None]
-) -> Iterator[bytes]:
-    """The bytes of an index, piece after piece.
-
-    Args:
-        manifests: of all ranks, in their order; they agree (`check_agreement`).
-        hf_index: called after them for Hugging Face's index, if there is one.
-    """
-    builder, places, at = _Builder(), bytearray(), 0
-    first: Manifest | None = None
-    for manifest in manifests:
-        first = first or manifest
-        record = builder.record(manifest)
-        places += PLACE.pack(at, len(record), crc32(record))
-        at += len(record)
-        yield record
-    assert first is not None
-    partitions = []
-    for partition in builder.partitions.values():
-        listed, stretches = _listed(partition, at)
-        partitions.append(listed)
-        at += len(stretches)
-        yield stretches
-    yield bytes(places)
-    files = list(builder.files)
-    tensors = []
-    for kind, tensor in builder.tensors:
-        place = builder.places.get((kind, tensor.name))
-        where = [] if place is None else [files.index(place[0]), place[1]]
-        tensors.append([kind, tensor.name, tensor.dtype, list(tensor.shape), *where])
-    index = hf_index()
-    contents = json.dumps(
-        {
-            "nonce": first.nonce,
-            "name": first.name,
-            "ranks": Ranks.of(builder.ranks).listed(),
-            "speakers": list(builder.speakers.values()),
-            "aliases": builder.aliases,
-            "hf_index_sha256": None if index is None else hashlib.sha256(index).hexdigest(),
-            "files": builder.files,
-            "tensors": tensors,
-            "partitions": partitions,
-            "places": at,
-        },
-        separators=(",", ":"),
-    ).encode()
-    yield contents
-    at += len(places)
-    yield TAIL.pack(_MAGIC, VERSION, at, len(contents), crc32(contents))
-
-
-def _listed(partition: _Partition, at: int) -> tuple[dict[str, Any], bytes]:
-    """What the contents say of a partition whose entries begin at byte ``at``, and the entries."""
-    dim = partition.dim()
-    if dim is not None:
-        partition.entries.sort(key=lambda entry: (entry[2].start[dim], entry[2], entry[0]))
-    entry_of = struct.Struct(f"<II{2 * len(partition.shape)}Q")
-    entries = [
-        entry_of.pack(p, group, *box.start, *box.shape) for p, group, box in partition.entries
-    ]
-    firsts = range(0, len(entries), STRETCH)
-    stretches = [b"".join(entries[first : first + STRETCH]) for first in firsts]
-    listed = {
-        "tensors": partition.tensors,
-        "at": at,
-        "num": len(entries),
-        "dim": dim,
-        "longest": 0 if dim is None else max(box.shape[dim] for *_, box in partition.entries),
-        "starts": [0 if dim is None else partition.entries[i][2].start[dim] for i in firsts],
-        "crcs": list(map(crc32, stretches)),
-    }
-    return listed, b"".join(stretches)
-
-
-# -- reading ------------------------------------------------------------------------------------
 
 
 class Row(NamedTuple):
@@ -333,8 +156,9 @@ class Index:
         except BaseException:
             self.close()
             raise
-        self.record = lru_cache(1024)(self._record)
-        self._near = lru_cache(4096)(self._entries_near)
+        # Without a limit: one tensor after the other needs all of those that it needs again.
+        self.record = lru_cache(None)(self._record)
+        self._near = lru_cache(None)(self._entries_near)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -344,7 +168,7 @@ class Index:
     def _read_contents(self) -> None:
         tail = self._read(self._size - TAIL.size, TAIL.size, None)
         magic, version, at, num, crc = TAIL.unpack(tail)
-        if magic != _MAGIC or version != VERSION:
+        if magic != MAGIC or version != VERSION:
             raise CorruptCheckpoint(
                 f"{self._shown}: not an index of version {VERSION}, which this fsdp2 reads"
             )

@@ -19,7 +19,7 @@ from typing_extensions import override
 from ...dtensor.boxes import Box, overlapping
 from ..errors import CheckpointError, CorruptCheckpoint, some
 from ..format.header import Header, TensorInfo, frame, parse_json
-from ..format.index import NAME, BoxEntry, Index, Partition, Row, index_parts
+from ..format.index import NAME, BoxEntry, Index, Partition, Row
 from ..format.manifest import (
     BLOCK_BYTES,
     FOLDER,
@@ -34,6 +34,7 @@ from ..format.manifest import (
 from ..format.ranks import Ranks
 from ..format.strict import MAX_SMALL_BYTES, Check, open_regular, read_small
 from ..saving.attempt import check_agreement
+from ..saving.indexing import index_parts
 from .source import Extent, Source, Stored
 
 

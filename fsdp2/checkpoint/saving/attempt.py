@@ -30,7 +30,7 @@ from pathlib import Path
 from ..errors import CheckpointError, CheckpointExists
 from ..format.disk import Disk
 from ..format.header import frame
-from ..format.index import NAME, index_parts
+from ..format.index import NAME
 from ..format.manifest import (
     ANY_FAILED,
     FAILED,
@@ -45,6 +45,7 @@ from ..format.manifest import (
     marker_name,
 )
 from ..format.ranks import Ranks
+from .indexing import index_parts
 
 STAGING = re.compile(r"\.(?P<name>.+)\.(?P<nonce>[0-9a-f]{16,}-\d+)\.tmp")
 CLOCK = ".fsdp2-clock"
