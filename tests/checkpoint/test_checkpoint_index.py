@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -21,7 +24,7 @@ from fsdp2.checkpoint import Checkpointer, CheckpointError, CorruptCheckpoint, l
 from fsdp2.checkpoint.checkpointer import peek
 from fsdp2.checkpoint.format import index as index_format
 from fsdp2.checkpoint.format.header import TensorInfo
-from fsdp2.checkpoint.format.index import Index
+from fsdp2.checkpoint.format.index import TAIL, Index
 from fsdp2.checkpoint.format.manifest import BLOCK_BYTES, Chunk, Manifest, TensorPart
 from fsdp2.checkpoint.format.ranks import Ranks
 from fsdp2.checkpoint.loading.opening import open_source
@@ -215,6 +218,80 @@ def test_two_sets_of_ranks_that_both_hold_a_tensor_whole(tmp_path: Path) -> None
     index.close()
 
 
+def test_a_name_without_elements_on_the_first_rank_only(tmp_path: Path) -> None:
+    """Ranks that share no files: what has bytes counts, and its shape."""
+    found = []
+    for rank, shape in enumerate([(0, 2), (5, 2)]):
+        parts = [
+            TensorPart("model", TensorInfo(name, "F32", each), whole, whole, (rank,), writes=True)
+            for name, each in (("bank", shape), (f"other{rank}", (5, 2)))
+            for whole in [Box.whole(each)]
+        ]
+        plan = plan_save(parts, rank, (0, 1), layout="per-rank")
+        chunks = tuple(
+            Chunk(c.part.tensor, c.file, c.part.box, c.offset, (rank,)) for c in plan.chunks
+        )
+        found.append(Manifest("n", "s", rank, Ranks.of([0, 1]), plan.sets, chunks, {}, {}, {}))
+    index = opened(tmp_path, found)
+    assert {name: row.info.shape for name, row in index.tables["model"].items()} == {
+        "bank": (5, 2),
+        "other0": (5, 2),
+        "other1": (5, 2),
+    }
+    index.close()
+
+
+def rewritten(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Edit the contents of an index; its checksum is right."""
+    data = path.read_bytes()
+    magic, version, at, num, _ = TAIL.unpack(data[-TAIL.size :])
+    contents = json.loads(data[at : at + num])
+    edit(contents)
+    text = json.dumps(contents).encode()
+    tail = TAIL.pack(magic, version, at, len(text), crc32(text))
+    path.write_bytes(data[:at] + text + tail)
+
+
+HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "a rank speaks twice": (lambda c: c.update(speakers=[0, 0]), "speakers"),
+    "no rank speaks": (lambda c: c.update(speakers=[]), "speakers"),
+    "another rank speaks": (lambda c: c.update(speakers=[9]), "speakers"),
+    "ranks twice": (lambda c: c.update(ranks=[[0, 1, 1], [1, 1, 1]]), "ranks"),
+    "one partition twice": (
+        lambda c: c["partitions"].append(c["partitions"][0]), "the places of partitions"
+    ),
+    "a tensor twice in a partition": (
+        lambda c: c["partitions"][0].update(tensors=c["partitions"][0]["tensors"] * 2), "one twice"
+    ),
+    "tensors of other shapes": (
+        lambda c: c["partitions"][0].update(tensors=[0, 1]), "different dtypes or shapes"
+    ),
+    "a header of a terabyte": (
+        lambda c: c["files"].update(x=[1 << 40, 1 << 40, ""]), "the header of 'x'"
+    ),
+    "a longer header than its file": (
+        lambda c: c["files"].update(x=[9, 10, ""]), "the header of 'x'"
+    ),
+    "a file elsewhere": (lambda c: c["files"].update({"../x": [9, 9, ""]}), "files cannot be"),
+    "two tensors of one name": (
+        lambda c: c["tensors"].append(c["tensors"][0]), "two of one name"
+    ),
+    "starts out of order": (
+        lambda c: c["partitions"][0].update(num=300, starts=[3, 2, 4], crcs=[0, 0, 0]), "unsorted"
+    ),
+    "too few stretches": (lambda c: c["partitions"][0].update(num=300), "the stretches"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_contents_of_an_attacker(tmp_path: Path, case: str) -> None:
+    edit, fact = HOSTILE[case]
+    save(tmp_path, 2)
+    rewritten(tmp_path / NAME / INDEX, edit)
+    with pytest.raises(CorruptCheckpoint, match=rf"index.fsdp2: not an index: .*{fact}"):
+        open_source(tmp_path / NAME)
+
+
 # -- checkpoints --------------------------------------------------------------------------------
 
 
@@ -279,6 +356,39 @@ def test_verify_compares_the_index_with_the_manifests(tmp_path: Path) -> None:
     (step / INDEX).write_bytes(b"".join(index_parts([manifests[0], other], lambda: None)))
     with pytest.raises(CorruptCheckpoint, match=r"index.fsdp2: the index is not the one"):
         open_checkpoint(step)
+
+
+def test_an_index_that_would_be_too_large_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loads refuse what does not fit into memory; without an index they read the manifests."""
+    monkeypatch.setattr(indexing, "MAX_SMALL_BYTES", 500)
+    save(tmp_path, 2)
+    step = tmp_path / NAME
+    assert sorted(path.name for path in (step / ".fsdp2").glob("*index*")) == []
+    with open_source(step) as source:
+        assert list(source.manifests) == [0, 1]
+
+
+def test_hugging_faces_index_may_be_written_anew(tmp_path: Path) -> None:
+    """By a tool that formats JSON: what it says is the same."""
+    save(tmp_path, 2)
+    path = tmp_path / NAME / "model.safetensors.index.json"
+    path.write_text(json.dumps(json.loads(path.read_text())))
+    for by_manifests in (False, True):
+        open_source(tmp_path / NAME, by_manifests=by_manifests).__exit__()
+
+
+def test_a_file_that_was_refused_is_refused_again(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    with open_source(tmp_path / NAME) as source:
+        assert source.index is not None
+        (name, info), *_ = source.index.files.items()
+        os.truncate(tmp_path / NAME / name, info.size - 1)
+        for _ in range(2):
+            with pytest.raises(CorruptCheckpoint, match=f"expected {info.size} bytes"):
+                source.open_file(name, info)
+        assert source.files == {}
 
 
 def test_a_rank_that_dies_while_it_writes_the_index(tmp_path: Path) -> None:
@@ -367,4 +477,8 @@ def test_extras_of_other_ranks_are_read_when_asked_for(tmp_path: Path) -> None:
         found[3]
     (tmp_path / STEP / ".fsdp2" / "state-00001.json").write_bytes(b"{}")
     with pytest.raises(CheckpointError, match=r"state-00001.json: the checksum is wrong"):
+        found[1]
+    shutil.rmtree(tmp_path / STEP)
+    save(tmp_path, 3, name=STEP, attempt=2)
+    with pytest.raises(CheckpointError, match="was saved again: the extra of rank 1 is that of"):
         found[1]

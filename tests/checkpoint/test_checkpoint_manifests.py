@@ -133,7 +133,7 @@ def test_headers_are_read_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None
 # -- ranks --------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.integers(0, 60), max_size=30, unique=True))
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=30, unique=True))
 def test_ranks_are_kept_in_their_order(numbers: list[int]) -> None:
     ranks = Ranks.of(numbers)
     assert list(ranks) == numbers

@@ -98,6 +98,7 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a chunk of nothing": (lambda c: c["chunks"][0].__setitem__(0, "x"), "KeyError"),
     "a file is a list": (lambda c: c["chunks"][0].__setitem__(1, ["x"]), "the file of"),
     "checksums are a number": (lambda c: c["chunks"][0].__setitem__(5, 3), "TypeError"),
+    "checksums with signs": (lambda c: c["chunks"][0].__setitem__(5, "-0000001"), "ValueError"),
     "checksums are none": (lambda c: c["chunks"][0].__setitem__(5, "zzzzzzzz"), "ValueError"),
     "a header is a list": (lambda c: first_set(c).update(headers=[]), "headers"),
     "a header of no file": (

@@ -33,6 +33,11 @@ def make_folder(path: Path) -> None:
         raise CheckpointError(f"{path} cannot be made: {error.strerror}") from error
 
 
+def temporary_name(name: str, unique: str) -> str:
+    """Under which `Disk.write_file` writes."""
+    return f".{name}.{unique}.tmp"
+
+
 class Disk:
     """Thin wrappers; each method is one system call unless it says otherwise.
 
@@ -160,7 +165,7 @@ class Disk:
             data: its bytes, or pieces of them.
             unique: distinguishes the temporary name from that of any other rank.
         """
-        temporary = f".{name}.{unique}.tmp"
+        temporary = temporary_name(name, unique)
         fd = self.create(temporary, 0, within)
         try:
             at, pending = 0, bytearray()

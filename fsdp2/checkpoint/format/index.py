@@ -34,10 +34,10 @@ from ...dtensor.boxes import Box
 from ..errors import CorruptCheckpoint
 from .checksum import crc32
 from .disk import read_exactly
-from .header import ITEM_BITS, TensorInfo, bytes_of, fits, parse_json
+from .header import ITEM_BITS, MAX_HEADER_BYTES, TensorInfo, bytes_of, fits, parse_json
 from .manifest import BLOCK_BYTES
 from .ranks import parsed_ranks
-from .strict import MAX_INDEX_BYTES, Check, converted, is_file_name, open_regular
+from .strict import MAX_SMALL_BYTES, Check, converted, is_file_name, open_regular
 
 NAME = "index.fsdp2"
 VERSION = 1
@@ -45,6 +45,12 @@ STRETCH = 128  # entries of a partition that are read at once
 PLACE = struct.Struct("<QII")  # of a record: offset, bytes, CRC32
 TAIL = struct.Struct("<8sIQII")  # magic, version, and of the contents offset, bytes, CRC32
 MAGIC = b"fsdp2idx"
+_HINT = "Without this file, the manifests next to it are read instead"
+
+
+def entry_of(ndim: int) -> struct.Struct:
+    """Of a partition: a rank's position, the group in its record, start and shape of the box."""
+    return struct.Struct(f"<II{2 * ndim}Q")
 
 
 class FileInfo(NamedTuple):
@@ -170,9 +176,9 @@ class Index:
         magic, version, at, num, crc = TAIL.unpack(tail)
         if magic != MAGIC or version != VERSION:
             raise CorruptCheckpoint(
-                f"{self._shown}: not an index of version {VERSION}, which this fsdp2 reads"
+                f"{self._shown}: not an index of version {VERSION}, which this fsdp2 reads. {_HINT}"
             )
-        if num > MAX_INDEX_BYTES or at + num + TAIL.size != self._size:
+        if num > MAX_SMALL_BYTES or at + num + TAIL.size != self._size:
             raise self._check.bad("the tail", f"{at} + {num} of {self._size} bytes")
         contents = self._check.table(
             parse_json(bytes(self._read(at, num, crc)), f"{self._shown}: its contents"), "it"
@@ -186,7 +192,8 @@ class Index:
         self.name = check.text(contents["name"], "name")
         self.ranks = parsed_ranks(contents["ranks"], "ranks", check)
         self.speakers = check.numbers(contents["speakers"], "speakers")
-        if not self.speakers or not all(rank in self.ranks for rank in self.speakers):
+        distinct = set(self.speakers)
+        if not distinct or len(distinct) < len(self.speakers) or not distinct <= set(self.ranks):
             raise check.bad("speakers", "other ranks than those that saved")
         self.aliases = check.texts(contents["aliases"], "aliases")
         digest = contents["hf_index_sha256"]
@@ -199,6 +206,9 @@ class Index:
         self.partitions = [
             self._parsed_partition(number, partition, rows) for number, partition in partitions
         ]
+        for one, other in pairwise(self.partitions):
+            if one.at + one.num * entry_of(len(one.shape)).size > other.at:
+                raise check.bad("the places of partitions", "in each other")
         self.tables: dict[str, dict[str, Row]] = {"model": {}, "optim": {}}
         for kind, row in rows:
             self.tables[kind][row.info.name] = row
@@ -209,6 +219,8 @@ class Index:
         files = {}
         for name, info in self._check.table(value, "files").items():
             size, header_bytes, digest = info
+            if type(header_bytes) is int and header_bytes > min(size, MAX_HEADER_BYTES + 8):
+                raise self._check.bad(f"the header of {name!r}", header_bytes)
             files[self._check.file_name(name, "files")] = FileInfo(
                 self._check.number(size, f"the size of {name!r}"),
                 self._check.number(header_bytes, f"the header of {name!r}"),
@@ -245,6 +257,8 @@ class Index:
         dtype, shape = members[0].info[1:]
         starts = check.numbers(value["starts"], "the starts of a partition")
         crcs = check.numbers(value["crcs"], "the checksums of a partition")
+        if len(set(tensors)) < len(tensors):
+            raise check.bad("the tensors of a partition", "one twice")
         if any(row.info[1:] != (dtype, shape) for row in members):
             raise check.bad("the tensors of a partition", "of different dtypes or shapes")
         if dim is not None and check.number(dim, "the dim of a partition") >= len(shape):
@@ -284,7 +298,7 @@ class Index:
 
     def _stretch(self, partition: Partition, stretch: int) -> Iterator[BoxEntry]:
         ndim = len(partition.shape)
-        entry = struct.Struct(f"<II{2 * ndim}Q")
+        entry = entry_of(ndim)
         begin = stretch * STRETCH
         num = min(STRETCH, partition.num - begin)
         data = self._read(
@@ -353,13 +367,15 @@ class Index:
     def _read(self, at: int, num: int, crc: int | None) -> memoryview:
         if at < 0 or at + num > self._size:
             raise CorruptCheckpoint(f"{self._shown}: truncated: it has {self._size} bytes")
-        data = memoryview(bytearray(num))
+        try:
+            data = memoryview(bytearray(num if num <= MAX_SMALL_BYTES else -1))
+        except (MemoryError, ValueError):
+            raise self._check.bad("a part", f"{num} bytes") from None
         if read_exactly(self._fd, data, at) != num:
             raise CorruptCheckpoint(f"{self._shown}: it was cut while it was read")
         self.bytes_read += num
         if crc is not None and crc32(data) != crc:
             raise CorruptCheckpoint(
-                f"{self._shown}: the checksum of bytes {at} to {at + num} is wrong. Without this "
-                "file, the manifests next to it are read instead"
+                f"{self._shown}: the checksum of bytes {at} to {at + num} is wrong. {_HINT}"
             )
         return data

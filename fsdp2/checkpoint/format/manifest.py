@@ -305,14 +305,17 @@ def _chunks_at_once(rows: list[Any], tensors: dict[str, TensorInfo]) -> tuple[Ch
                 box = boxes[key] = Box(key[1], key[2])
                 if not box.within(tensor.shape):
                     return None
-            if len(text) == 8:  # of a small one
-                checksums: tuple[int, ...] = (int(text, 16),)
-            else:
-                checksums = tuple([int(text[i : i + 8], 16) for i in range(0, len(text), 8)])
-            chunks.append(Chunk(tensor, file, box, offset, checksums))
+            chunks.append(Chunk(tensor, file, box, offset, _checksums(text)))
     except (KeyError, TypeError, ValueError):
         return None
     return tuple(chunks)
+
+
+def _checksums(text: str) -> tuple[int, ...]:
+    # `int` takes signs and spaces, too.
+    if text and not (str.isascii(text) and str.isalnum(text)):
+        raise ValueError("checksums are no hexadecimal digits")
+    return tuple([int(text[i : i + 8], 16) for i in range(0, len(text), 8)])
 
 
 def _parsed_tensor(name: str, content: Any, check: Check) -> TensorInfo:
@@ -333,7 +336,7 @@ def _parsed_chunk(content: Any, tensors: dict[str, TensorInfo], check: Check) ->
         check.file_name(file, f"the file of {name!r}"),
         box,
         None if offset is None else check.number(offset, f"the offset of {name!r}"),
-        tuple(int(checksums[i : i + 8], 16) for i in range(0, len(checksums), 8)),
+        _checksums(checksums),
     )
 
 
@@ -359,5 +362,10 @@ def hf_index_bytes(sets: Iterable[SetOfFiles]) -> bytes | None:
                 total_bytes += entry["data_offsets"][1] - entry["data_offsets"][0]
     if len(set(weight_map.values())) <= 1:
         return None
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    index: dict[str, Any] = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+
+
+def digest_of_hf_index(index: Any) -> str:
+    """The SHA-256 of Hugging Face's index, however its JSON is written."""
+    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import overload
+from typing import NoReturn, overload
 
 from typing_extensions import override
 
@@ -100,8 +100,17 @@ def _shown(numbers: range) -> str:
 
 
 @lru_cache(64)  # all manifests of a checkpoint name the same
-def _of_ranges(ranges: tuple[tuple[int, ...], ...]) -> Ranks:
-    return Ranks(tuple(range(first, last + 1, step) for first, last, step in ranges))
+def _of_ranges(rows: tuple[tuple[int, ...], ...]) -> Ranks | None:
+    """What `Ranks.listed` gave these rows for; None if it never does."""
+    if any(len(row) != 3 or row[0] > row[1] or not row[2] for row in rows):
+        return None
+    if sum((last - first) // step + 1 for first, last, step in rows) > MAX_RANKS:
+        return None
+    ranks = Ranks.of(
+        number for first, last, step in rows for number in range(first, last + 1, step)
+    )
+    distinct = len(set(ranks)) == len(ranks)
+    return ranks if distinct and ranks.listed() == list(map(list, rows)) else None
 
 
 def parsed_ranks(value: object, name: str, check: Check) -> Ranks:
@@ -111,14 +120,11 @@ def parsed_ranks(value: object, name: str, check: Check) -> Ranks:
         CorruptCheckpoint: if they are neither.
     """
     rows = check.items(value, name)
-    if not rows or type(rows[0]) is int:
-        return Ranks.of(check.numbers(rows, name))
-    ranges = tuple(check.numbers(row, name) for row in rows)
-    num = 0
-    for row in ranges:
-        if len(row) != 3 or row[0] > row[1] or not row[2] or (row[1] - row[0]) % row[2]:
-            raise check.bad(f"a range of {name}", str(row))
-        num += (row[1] - row[0]) // row[2] + 1
-    if num > MAX_RANKS:
-        raise check.bad(name, f"{num} ranks")
-    return _of_ranges(ranges)
+    if rows and type(rows[0]) is int:
+        ranks = Ranks.of(check.numbers(rows, name))
+        return ranks if len(set(ranks)) == len(ranks) else _refuse(rows, name, check)
+    return _of_ranges(tuple(check.numbers(row, name) for row in rows)) or _refuse(rows, name, check)
+
+
+def _refuse(value: object, name: str, check: Check) -> NoReturn:
+    raise check.bad(name, str(value)[:100])

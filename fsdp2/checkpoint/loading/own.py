@@ -7,12 +7,13 @@ same together.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from typing_extensions import override
 
@@ -26,6 +27,7 @@ from ..format.manifest import (
     INDEX,
     Chunk,
     Manifest,
+    digest_of_hf_index,
     hf_index_bytes,
     load,
     marker_name,
@@ -34,7 +36,7 @@ from ..format.manifest import (
 from ..format.ranks import Ranks
 from ..format.strict import MAX_SMALL_BYTES, Check, open_regular, read_small
 from ..saving.attempt import check_agreement
-from ..saving.indexing import index_parts
+from ..saving.indexing import TooLarge, index_parts
 from .source import Extent, Source, Stored
 
 
@@ -53,17 +55,19 @@ def open_own(source: Source, by_manifests: bool) -> None:
 
 
 def _open_by_index(source: Source, path: Path) -> None:
-    index = source.index = Index(path)
+    try:
+        index = source.index = Index(path)
+    except FileNotFoundError:
+        raise CorruptCheckpoint(f"{path} is missing now") from None
     source.ranks, source.speakers, source.aliases = index.ranks, index.speakers, index.aliases
     source.small_files = lambda rank: index.record_of(rank).small_files
     checked: set[tuple[object, ...]] = set()
     for kind, table in (("model", source.tensors), ("optim", source.optimizer)):
         for name, row in index.tables[kind].items():
             table[name] = Indexed(row.info, source=source, index=index, row=row, checked=checked)
-    if index.hf_index_sha256 is not None:
-        found = _read_hf_index(source)
-        if hashlib.sha256(found).hexdigest() != index.hf_index_sha256:
-            raise _other_hf_index(source)
+    sha256 = index.hf_index_sha256
+    if sha256 is not None and digest_of_hf_index(_read_hf_index(source)) != sha256:
+        raise _other_hf_index(source)
 
 
 @dataclass
@@ -173,10 +177,8 @@ def _open_by_manifests(source: Source, folder: Path) -> None:
     except CheckpointError as error:
         raise CorruptCheckpoint(f"{source.path}: {error}") from error
     hf_index = hf_index_bytes(files for manifest in manifests for files in manifest.sets)
-    if hf_index is not None:
-        found = parse_json(_read_hf_index(source), f"{source.path / INDEX}")
-        if found != json.loads(hf_index):
-            raise _other_hf_index(source)
+    if hf_index is not None and _read_hf_index(source) != json.loads(hf_index):
+        raise _other_hf_index(source)
     if os.path.lexists(folder / NAME):
         _compare_index(source, folder / NAME, index_parts(manifests, lambda: hf_index))
 
@@ -190,12 +192,13 @@ def _speakers(manifests: Iterable[Manifest]) -> tuple[int, ...]:
     return tuple(found.values())
 
 
-def _read_hf_index(source: Source) -> bytes:
+def _read_hf_index(source: Source) -> Any:
     """Hugging Face's index: compared with what was written, though only other libraries read it."""
+    path = source.path / INDEX
     try:
-        return read_small(source.path / INDEX, MAX_SMALL_BYTES)
+        return parse_json(read_small(path, MAX_SMALL_BYTES), str(path))
     except FileNotFoundError:
-        raise CorruptCheckpoint(f"{source.path / INDEX} is missing") from None
+        raise CorruptCheckpoint(f"{path} is missing") from None
 
 
 def _other_hf_index(source: Source) -> CorruptCheckpoint:
@@ -204,7 +207,8 @@ def _other_hf_index(source: Source) -> CorruptCheckpoint:
 
 def _compare_index(source: Source, path: Path, parts: Iterable[bytes]) -> None:
     """Compare the index with what the manifests say."""
-    with open(open_regular(path), "rb") as file:
+    same = False
+    with open(open_regular(path), "rb") as file, suppress(TooLarge):
         same = all(file.read(len(part)) == part for part in parts) and not file.read(1)
     if not same:
         raise CorruptCheckpoint(f"{path}: the index is not the one that was written")

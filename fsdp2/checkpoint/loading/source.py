@@ -177,21 +177,25 @@ class Source:
                 raise unreadable(self.path, error) from error
             raise
         self._fds[name] = fd
-        status = os.fstat(fd)
+        try:
+            self._check_file(name, os.fstat(fd), expected)
+        except BaseException:
+            os.close(self._fds.pop(name))
+            self._sizes.pop(name, None)
+            raise
+        return fd
+
+    def _check_file(self, name: str, status: os.stat_result, expected: FileInfo | None) -> None:
         if not stat.S_ISREG(status.st_mode):  # it has just taken the place of the other
             raise CorruptCheckpoint(f"{self.path}: {name} is not a file")
         self._sizes[name] = status.st_size
-        if expected is not None:
-            self._check_file(name, expected)
-        return fd
-
-    def _check_file(self, name: str, expected: FileInfo) -> None:
-        if self._sizes[name] != expected.size:
+        if expected is None:
+            return
+        if status.st_size != expected.size:
             raise CorruptCheckpoint(
-                f"{self.path}/{name}: expected {expected.size} bytes, the file has "
-                f"{self._sizes[name]}"
+                f"{self.path}/{name}: expected {expected.size} bytes, the file has {status.st_size}"
             )
-        header = os.pread(self._fds[name], min(expected.header_bytes, expected.size), 0)
+        header = os.pread(self._fds[name], expected.header_bytes, 0)
         if hashlib.sha256(header).hexdigest() != expected.header_sha256:
             self.read_header(name)  # says what is wrong with one that cannot be
             raise CorruptCheckpoint(

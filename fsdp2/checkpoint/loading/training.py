@@ -232,6 +232,7 @@ class Extras(Mapping[int, Any]):
     def __init__(self, source: Source, values: dict[int, dict[str, Any]]) -> None:
         self._path = Path(os.path.abspath(source.path))
         self._ranks = source.ranks
+        self._nonce = None if source.index is None else source.index.nonce
         if source.index is None:  # of all were read the manifests: as in memory, it may be gone
             values = {rank: values_of_rank(source, rank) for rank in source.ranks}
         self._known = {rank: self._decoded(rank, each) for rank, each in values.items()}
@@ -242,6 +243,11 @@ class Extras(Mapping[int, Any]):
             if rank not in self._ranks:
                 raise KeyError(rank)
             with open_source(self._path) as source:
+                if source.index is None or source.index.nonce != self._nonce:
+                    raise CheckpointError(
+                        f"{self._path} was saved again: the extra of rank {rank} is that of "
+                        "another save. Read it before that"
+                    )
                 self._known[rank] = self._decoded(rank, values_of_rank(source, rank))
         return self._known[rank]
 

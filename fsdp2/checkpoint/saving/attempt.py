@@ -28,7 +28,7 @@ from math import inf
 from pathlib import Path
 
 from ..errors import CheckpointError, CheckpointExists
-from ..format.disk import Disk
+from ..format.disk import Disk, temporary_name
 from ..format.header import frame
 from ..format.index import NAME
 from ..format.manifest import (
@@ -45,7 +45,7 @@ from ..format.manifest import (
     marker_name,
 )
 from ..format.ranks import Ranks
-from .indexing import index_parts
+from .indexing import TooLarge, index_parts
 
 STAGING = re.compile(r"\.(?P<name>.+)\.(?P<nonce>[0-9a-f]{16,}-\d+)\.tmp")
 CLOCK = ".fsdp2-clock"
@@ -126,8 +126,10 @@ class Attempt:
         self._remove_if_settled()
 
     def _note_failure(self, rank: int, reason: str, folder: int) -> None:
-        self.disk.note(ANY_FAILED, "", folder)
-        self.disk.note(failed_name(rank), reason, folder)
+        try:
+            self.disk.note(ANY_FAILED, "", folder)
+        finally:
+            self.disk.note(failed_name(rank), reason, folder)
 
     # -- committing -------------------------------------------------------------------------
 
@@ -254,6 +256,8 @@ class Attempt:
         parts = index_parts(agreeing(self._manifests(staging, folder, shared)), last)
         try:
             self.disk.write_file(NAME, parts, folder, unique=unique)
+        except TooLarge:
+            self.disk.unlink(temporary_name(NAME, unique), folder)  # loads read the manifests
         except CheckpointError as error:
             self._note_failure(self.rank, str(error), folder)
             # A rank that finds another rank's note cleans up. If all ranks found the disagreement

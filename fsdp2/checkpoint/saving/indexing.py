@@ -12,9 +12,10 @@ from typing import Any
 from ...dtensor.boxes import Box
 from ..format.checksum import crc32
 from ..format.header import TensorInfo, frame
-from ..format.index import MAGIC, PLACE, STRETCH, TAIL, VERSION, FileInfo
-from ..format.manifest import Manifest, kind_of
+from ..format.index import MAGIC, PLACE, STRETCH, TAIL, VERSION, FileInfo, entry_of
+from ..format.manifest import Manifest, digest_of_hf_index, kind_of
 from ..format.ranks import Ranks
+from ..format.strict import MAX_SMALL_BYTES
 
 
 @dataclass
@@ -46,6 +47,7 @@ class _Builder:
         self.places: dict[tuple[str, str, Ranks], tuple[str, int]] = {}
         self.partitions: dict[tuple[int, ...], _Partition] = {}
         self.files: dict[str, FileInfo] = {}
+        self.empty: dict[tuple[str, str], TensorInfo] = {}  # no rank writes a chunk of these
         self.aliases: dict[str, str] = {}
         self.speakers: dict[str | int, int] = {}
 
@@ -87,6 +89,8 @@ class _Builder:
 
     def rows(self) -> list[list[Any]]:
         """What the contents say of each tensor."""
+        for (kind, _), tensor in self.empty.items():
+            self._number(kind, tensor)  # last: another rank may have one of the name with bytes
         files = {file: number for number, file in enumerate(self.files)}
         found: list[list[Any]] = []
         for number, (kind, tensor) in enumerate(self.tensors):
@@ -121,10 +125,14 @@ class _Builder:
                     if files.whole:
                         place = file, len(framed) + entry["data_offsets"][0]
                         self.places[kind_of(file), name, files.ranks] = place
-                    if entry["data_offsets"][0] == entry["data_offsets"][1]:  # no rank writes it
+                    if entry["data_offsets"][0] == entry["data_offsets"][1]:
                         tensor = TensorInfo(name, entry["dtype"], tuple(entry["shape"]))
-                        self._number(kind_of(file), tensor)
+                        self.empty.setdefault((kind_of(file), name), tensor)
         return own
+
+
+class TooLarge(Exception):
+    """There can be no index: it would be larger than what is read of one."""
 
 
 def index_parts(
@@ -135,12 +143,19 @@ def index_parts(
     Args:
         manifests: of all ranks, in their order; they agree (`check_agreement`).
         hf_index: called after them for Hugging Face's index, if there is one.
+
+    Raises:
+        TooLarge: when all manifests were read.
     """
     builder, places, at = _Builder(), bytearray(), 0
     first: Manifest | None = None
+    largest = 0
     for manifest in manifests:
         first = first or manifest
         record = builder.record(manifest)
+        largest = max(largest, len(record))
+        if largest > MAX_SMALL_BYTES:
+            continue
         places += PLACE.pack(at, len(record), crc32(record))
         at += len(record)
         yield record
@@ -160,7 +175,7 @@ def index_parts(
             "ranks": Ranks.of(builder.ranks).listed(),
             "speakers": list(builder.speakers.values()),
             "aliases": builder.aliases,
-            "hf_index_sha256": None if index is None else hashlib.sha256(index).hexdigest(),
+            "hf_index_sha256": None if index is None else digest_of_hf_index(json.loads(index)),
             "files": builder.files,
             "tensors": builder.rows(),
             "partitions": partitions,
@@ -168,6 +183,8 @@ def index_parts(
         },
         separators=(",", ":"),
     ).encode()
+    if max(largest, len(contents)) > MAX_SMALL_BYTES:
+        raise TooLarge
     yield contents
     at += len(places)
     yield TAIL.pack(MAGIC, VERSION, at, len(contents), crc32(contents))
@@ -178,10 +195,8 @@ def _listed(partition: _Partition, at: int) -> tuple[dict[str, Any], bytes]:
     dim = partition.dim()
     if dim is not None:
         partition.entries.sort(key=lambda entry: (entry[2].start[dim], entry[2], entry[0]))
-    entry_of = struct.Struct(f"<II{2 * len(partition.shape)}Q")
-    entries = [
-        entry_of.pack(p, group, *box.start, *box.shape) for p, group, box in partition.entries
-    ]
+    entry = entry_of(len(partition.shape))
+    entries = [entry.pack(p, group, *box.start, *box.shape) for p, group, box in partition.entries]
     firsts = range(0, len(entries), STRETCH)
     stretches = [b"".join(entries[first : first + STRETCH]) for first in firsts]
     listed = {
