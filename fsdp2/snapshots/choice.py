@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
-from functools import lru_cache
 
 _NAME = re.compile(r"(\d{6,})-(\d{9,})-([0-9a-f]{8})")
 _PART = re.compile(r"rank-(\d{5,})-of-(\d{5,})")
@@ -35,7 +34,6 @@ class Generation:
         return f"{self.session:06d}-{self.step:09d}-{self.nonce}"
 
     @classmethod
-    @lru_cache  # a few, each of which every rank has parts of
     def parse(cls, name: str) -> Generation | None:
         """The inverse of `name`; None for any other name."""
         match = _NAME.fullmatch(name)

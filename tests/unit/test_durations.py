@@ -40,7 +40,7 @@ def test_a_run_is_added_to_what_was_recorded(tmp_path: Path) -> None:
         ("b.py::one[x]", 1.0),
         ("b.py::one[x]", 0.5),  # its teardown
         ("b.py::one[y]", 1.0),
-        ("b.py::Class::two", 2.25),
+        ("b.py::Class::two", 1.25),
         ("c.py::one", 0.01),
     ]:
         recorder.pytest_runtest_logreport(SimpleNamespace(nodeid=nodeid, duration=seconds))
@@ -48,11 +48,11 @@ def test_a_run_is_added_to_what_was_recorded(tmp_path: Path) -> None:
     recorded = json.loads(file.read_text())
     assert recorded == {
         "a.py": {"one": [1, 7.0]},
-        "b.py": {"one": [2, 2.5], "Class::two": [1, 2.2], "": [0, 0.1]},
+        "b.py": {"one": [2, 2.5], "Class::two": [1, 1.2], "": [0, 0.1]},
         "c.py": {"": [0, 0.1]},
     }
-    assert of_files(recorded) == pytest.approx({"a.py": 7.0, "b.py": 4.8, "c.py": 0.1})
-    assert of_files(recorded, sampled=True)["b.py"] == pytest.approx(3.55)
+    assert of_files(recorded) == pytest.approx({"a.py": 7.0, "b.py": 3.8, "c.py": 0.1})
+    assert of_files(recorded, sampled=True)["b.py"] == pytest.approx(2.55)
 
 
 def test_cases_of_a_sample() -> None:
