@@ -32,7 +32,6 @@ from fsdp2.checkpoint.format.disk import Disk
 from fsdp2.checkpoint.format.manifest import (
     BLOCK_BYTES,
     FOLDER,
-    Chunk,
     Manifest,
     TensorPart,
     marker_name,
@@ -206,13 +205,7 @@ def manifest_of(own: OwnSave, rank: int, ranks: tuple[int, ...], layout: str) ->
     """What a rank would have recorded instead of the one that saved. Its small files aside."""
     plan = plan_save(_parts_of(own.captured, rank, ranks), rank, ranks, layout=layout)
     chunks = tuple(
-        Chunk(
-            each.part.tensor,
-            each.file,
-            each.part.box,
-            None if each.whole else each.offset,
-            _checksums_of_zeros(each.part.box.numel * each.part.tensor.itemsize),
-        )
+        each.written(_checksums_of_zeros(each.part.box.numel * each.part.tensor.itemsize))
         for each in plan.chunks
     )
     return replace(own.manifest, rank=rank, sets=plan.sets, chunks=chunks)

@@ -29,6 +29,7 @@ from ..format.manifest import (
     Manifest,
     digest_of_hf_index,
     hf_index_bytes,
+    kind_of,
     load,
     marker_name,
     parse_marker_name,
@@ -275,7 +276,7 @@ def _collect(source: Source, missing: list[int]) -> None:
 
 
 def _table_of(source: Source, file: str, name: str) -> dict[str, Stored]:
-    if not file.startswith("optim"):
+    if kind_of(file) == "model":
         return source.tensors
     if not name.startswith("optim.") or name.count(".") < 2:
         raise CorruptCheckpoint(f"{source.path}/{file}: {name[:300]!r} is no optimizer's state")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +37,11 @@ class PlannedChunk:
     file: str
     offset: int
     whole: bool  # the file holds the whole tensor; otherwise this box alone
+
+    def written(self, checksums: Iterable[int]) -> Chunk:
+        """What the manifest records of it."""
+        offset = None if self.whole else self.offset
+        return Chunk(self.part.tensor, self.file, self.part.box, offset, tuple(checksums))
 
     def runs(self) -> tuple[int, list[int]]:
         """Length of the contiguous runs, and their offsets in the file, in bytes."""
@@ -257,16 +262,7 @@ class Writer:
             syncing.shutdown(cancel_futures=True)
             for fd in self._fds.values():
                 self.disk.close(fd)
-        return tuple(
-            Chunk(
-                chunk.part.tensor,
-                chunk.file,
-                chunk.part.box,
-                None if chunk.whole else chunk.offset,
-                tuple(checksums),
-            )
-            for chunk, checksums in done
-        )
+        return tuple(chunk.written(checksums) for chunk, checksums in done)
 
     def _write_piece(
         self, chunk: PlannedChunk, start: int, stop: int, ranges: list[tuple[int, int]]
