@@ -29,6 +29,7 @@ from fsdp2 import fully_shard
 from fsdp2.checkpoint import Checkpointer, agreement, checkpointer
 from fsdp2.checkpoint.format.checksum import crc32
 from fsdp2.checkpoint.format.disk import Disk
+from fsdp2.checkpoint.format.header import frame
 from fsdp2.checkpoint.format.manifest import (
     BLOCK_BYTES,
     FOLDER,
@@ -41,7 +42,7 @@ from fsdp2.checkpoint.saving.attempt import Attempt
 from fsdp2.checkpoint.saving.capture import Captured
 from fsdp2.checkpoint.saving.job import SaveJob, SaveOptions, write_small_files
 from fsdp2.checkpoint.saving.training import capture_training
-from fsdp2.checkpoint.saving.writing import plan_save
+from fsdp2.checkpoint.saving.writing import SavePlan, plan_save
 from fsdp2.dtensor.boxes import Box
 from fsdp2.dtensor.placement import box_of
 
@@ -189,41 +190,45 @@ def synthesise(root: Path, own: OwnSave, layout: str) -> None:
         attempt = attempt_of(root, rank, ranks, _Unsynced())
         if rank == ranks[0]:
             attempt.begin()
-        manifest = manifest_of(own, rank, ranks, layout)
+        plan = plan_of(own, rank, ranks, layout)
+        manifest = manifest_of(own, rank, plan)
         with attempt.folder() as staging, attempt.disk.directory(FOLDER, staging) as folder:
             for files in manifest.sets:
-                for file, size in files.sizes.items():
+                for file, info in files.files.items():
                     if not attempt.disk.exists(file, staging):
-                        os.close(attempt.disk.create(file, size, staging))
+                        fd = attempt.disk.create(file, info.size, staging)
+                        if file in plan.headers:
+                            attempt.disk.write_at(fd, frame(plan.headers[file]), 0, file)
+                        os.close(fd)
             small = write_small_files(attempt.disk, own.captured, rank, folder)
         manifest = replace(manifest, small_files=small)
         assert rank != own.manifest.rank or manifest == own.manifest
         attempt.mark(manifest)
 
 
-def manifest_of(own: OwnSave, rank: int, ranks: tuple[int, ...], layout: str) -> Manifest:
-    """What a rank would have recorded instead of the one that saved. Its small files aside."""
-    plan = plan_save(_parts_of(own.captured, rank, ranks), rank, ranks, layout=layout)
-    chunks = tuple(
-        each.written(_checksums_of_zeros(each.part.box.numel * each.part.tensor.itemsize))
-        for each in plan.chunks
+def plan_of(own: OwnSave, rank: int, ranks: tuple[int, ...], layout: str) -> SavePlan:
+    """What a rank would have written instead of the one that saved."""
+    return plan_save(_parts_of(own.captured, rank, ranks), rank, ranks, layout=layout)
+
+
+def manifest_of(own: OwnSave, rank: int, plan: SavePlan) -> Manifest:
+    """What it would have recorded. Its small files aside."""
+    sets = plan.recorded(
+        _checksums_of_zeros(each.part.box.numel * each.part.tensor.itemsize) for each in plan.chunks
     )
-    return replace(own.manifest, rank=rank, sets=plan.sets, chunks=chunks)
+    return replace(own.manifest, rank=rank, sets=sets)
 
 
 def _parts_of(captured: Captured, rank: int, ranks: tuple[int, ...]) -> list[TensorPart]:
-    """The parts of another rank. Scalars are whole on all ranks, which take turns at writing."""
-    parts, num_scalars = [], 0
+    """The parts of another rank. Scalars are whole on all ranks, and the first writes them."""
+    parts = []
     boxes: dict[tuple[int, ...], Box] = {}
     for part in captured.parts:
         shape = part.tensor.shape
-        box, writes = part.box, True
+        box, writes = part.box, rank == ranks[0]
         if shape:
             box = boxes.get(shape) or box_of(shape, (len(ranks),), (Shard(0),), (rank,))
-            boxes[shape] = box
-        else:
-            writes = rank == ranks[num_scalars % len(ranks)]
-            num_scalars += 1
+            boxes[shape], writes = box, True
         parts.append(replace(part, box=box, ranks=ranks, writes=writes))
     return parts
 

@@ -7,6 +7,7 @@ every other rank without communication.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from heapq import heapreplace
 from itertools import product
 from math import prod
 from typing import Any
@@ -238,21 +239,29 @@ def this_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
+UNIT_BYTES = 1 << 20
+
+
 class Balance:
     """Distributes the writing of replicated tensors among their holders.
 
-    The next tensor goes to the replica with the fewest bytes so far. Every rank counts the same
-    tensors in the same order, so all of them come to the same result.
+    The next tensor goes to the replica with the fewest bytes so far, counted in whole MiB: so small
+    tensors (the steps of an optimizer) lie with few ranks, whose files each load opens. Every rank
+    counts the same tensors in the same order, so all of them come to the same result.
     """
 
     def __init__(self) -> None:
-        self._loads: dict[tuple[object, ...], list[int]] = {}
+        # Heaps of whole units, replica, and bytes.
+        self._loads: dict[tuple[object, ...], list[tuple[int, int, int]]] = {}
 
     def owner(self, holding: Holding, nbytes: int) -> int:
         """Which replica writes a tensor of ``nbytes`` bytes."""
         if holding.num_replicas == 1:
             return 0
-        loads = self._loads.setdefault(holding.replicated_over, [0] * holding.num_replicas)
-        owner = loads.index(min(loads))
-        loads[owner] += nbytes
+        loads = self._loads.get(holding.replicated_over)
+        if loads is None:
+            loads = [(0, replica, 0) for replica in range(holding.num_replicas)]
+            self._loads[holding.replicated_over] = loads
+        _, owner, before = loads[0]
+        heapreplace(loads, ((before + nbytes) // UNIT_BYTES, owner, before + nbytes))
         return owner

@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from ..checkpoint.format.header import frame
-from ..checkpoint.format.manifest import FOLDER, Manifest, load, marker_name
+from ..checkpoint.format.manifest import FOLDER, Manifest, marker_name
+from ..checkpoint.format.marker import load
 from ..checkpoint.loading.opening import open_source
 from ..checkpoint.loading.source import Source
 from .choice import Choice, PartName
@@ -60,7 +60,7 @@ def assembled(folder: Folder, choice: Choice, origins: Origins, secret: str) -> 
 
 
 def _link(part: Path, path: Path, manifest: Manifest) -> None:
-    data = {file for files in manifest.sets for file in files.sizes}
+    data = {file for files in manifest.sets for file in files.files}
     for name in os.listdir(part):
         os.link(part / name, path / name if name in data else path / FOLDER / name)
 
@@ -74,16 +74,14 @@ def _outline(remote: _Remote, path: Path) -> list[str]:
     (path / FOLDER / marker).write_bytes(text)
     for name in manifest.small_files:
         (path / FOLDER / os.path.basename(name)).write_bytes(remote.get(name))
-    files = [
-        (os.path.basename(file), size, s.headers[file])
-        for s in manifest.sets
-        for file, size in s.sizes.items()
-    ]
-    for file, size, header in files:
+    files = {os.path.basename(f): info for s in manifest.sets for f, info in s.files.items()}
+    for file, info in files.items():
+        header = memoryview(bytearray(info.header_bytes))
+        remote.get_into(file, header, 0)
         with open(path / file, "xb") as out:
-            out.write(frame(header))
-            out.truncate(size)
-    return [file for file, _, _ in files]
+            out.write(header)
+            out.truncate(info.size)
+    return list(files)
 
 
 class _Remote:

@@ -27,15 +27,16 @@ import re
 import secrets
 import struct
 import time
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..checkpoint.errors import CheckpointError, CorruptCheckpoint, some
 from ..checkpoint.format.checksum import crc32
 from ..checkpoint.format.disk import Disk, read_exactly
-from ..checkpoint.format.header import frame
-from ..checkpoint.format.manifest import BLOCK_BYTES, Manifest, load, marker_name
+from ..checkpoint.format.header import FileInfo, info_of
+from ..checkpoint.format.manifest import BLOCK_BYTES, Group, Manifest, marker_name
+from ..checkpoint.format.marker import load
 from ..checkpoint.format.strict import MAX_SMALL_BYTES, read_small, small_limit
 from .choice import Generation, PartName
 
@@ -232,8 +233,9 @@ class Folder:
                 if hashlib.sha256(data).hexdigest() != digest:
                     raise CorruptCheckpoint(f"{path / name}: the checksum is wrong")
             for files in manifest.sets:
-                for name, size in files.sizes.items():
-                    _verify_file(path / name, size, files.headers[name], manifest)
+                for name, info in files.files.items():
+                    groups = [group for group in files.groups if group.file == name]
+                    _verify_file(path / name, info, groups)
         except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise CorruptCheckpoint(f"{path} is damaged: {error!r}") from error
 
@@ -264,32 +266,30 @@ def checked(manifest: Manifest, part: PartName, shown: str) -> Manifest:
     told = manifest.nonce, manifest.rank, len(manifest.ranks)
     if told != (generation, part.rank, part.num_ranks):
         raise CorruptCheckpoint(f"{shown} is of {told}, not of {part}")
-    files = {file: s.headers for s in manifest.sets for file in s.sizes}
-    without = [file for file, headers in files.items() if file not in headers]
-    if without or any(chunk.offset is None for chunk in manifest.chunks):
-        raise CorruptCheckpoint(f"{shown} is not of a snapshot: {some(without) or 'whole tensors'}")
+    whole = [file for files in manifest.sets if files.whole for file in files.files]
+    if whole:
+        raise CorruptCheckpoint(
+            f"{shown} is not of a snapshot: {some(whole)} would hold whole tensors"
+        )
     return manifest
 
 
-def _verify_file(path: Path, size: int, header: str, manifest: Manifest) -> None:
+def _verify_file(path: Path, info: FileInfo, groups: Sequence[Group]) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        framed = frame(header)
-        if os.fstat(fd).st_size != size or os.pread(fd, len(framed), 0) != framed:
+        size = os.fstat(fd).st_size
+        if info_of(size, os.pread(fd, info.header_bytes, 0)) != info:
             raise CorruptCheckpoint(f"{path}: its size or header is not what was written")
         buffer = memoryview(bytearray(BLOCK_BYTES))
-        for chunk in manifest.chunks:
-            if chunk.file != path.name:
-                continue
-            assert chunk.offset is not None  # a file of one rank: boxes one after the other
-            for i, expected in enumerate(chunk.checksums):
+        boxes = ((group.box_bytes, *box) for group in groups for box in group.boxes())
+        for nbytes, _, offset, checksums in boxes:
+            assert offset is not None  # a file of one rank: boxes one after the other
+            for i, expected in enumerate(checksums):
                 first = i * BLOCK_BYTES
-                block = buffer[: min(BLOCK_BYTES, chunk.nbytes - first)]
-                num = read_exactly(fd, block, chunk.offset + first)
+                block = buffer[: min(BLOCK_BYTES, nbytes - first)]
+                num = read_exactly(fd, block, offset + first)
                 if num != len(block) or crc32(block) != expected:
-                    raise CorruptCheckpoint(
-                        f"{path}: '{chunk.tensor.name}' is damaged near byte {chunk.offset + first}"
-                    )
+                    raise CorruptCheckpoint(f"{path}: it is damaged near byte {offset + first}")
     finally:
         os.close(fd)
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
-from ..checkpoint.format.disk import Disk
-from ..checkpoint.format.header import frame
-from ..checkpoint.format.manifest import Manifest, dump, marker_name
-from ..checkpoint.format.ranks import Ranks
+from ..checkpoint.format.manifest import Manifest, marker_name
+from ..checkpoint.format.marker import dump
+from ..checkpoint.format.ranges import Ranges
 from ..checkpoint.format.small_state import digest_of_names
 from ..checkpoint.saving.capture import Captured
 from ..checkpoint.saving.job import describe_writer, plan_of, write_small_files
@@ -29,17 +26,13 @@ def write_part(folder: Folder, part: PartName, captured: Captured, staged: Stage
     disk, ranks = folder.disk, tuple(range(part.num_ranks))
     plan = plan_of(captured, part.rank, ranks, layout="per-rank")
     with folder.incoming(part) as path, disk.directory(path) as into:
-        chunks = Writer(disk, plan, staged(), Progress(plan.nbytes)).write(into)
-        for files in plan.sets:
-            for file, header in files.headers.items():
-                _write_header(disk, into, file, header)
+        checksums = Writer(disk, plan, staged(), Progress(plan.nbytes)).write(into)
         manifest = Manifest(
             nonce=part.generation.name,
             name=f"step-{part.generation.step:06d}",
             rank=part.rank,
-            ranks=Ranks.of(ranks),
-            sets=plan.sets,
-            chunks=chunks,
+            ranks=Ranges.of(ranks),
+            sets=plan.recorded(checksums),
             aliases=captured.aliases,
             small_files=write_small_files(disk, captured, part.rank, into),
             writer=describe_writer(),
@@ -47,11 +40,3 @@ def write_part(folder: Folder, part: PartName, captured: Captured, staged: Stage
         )
         marker = marker_name(part.rank, part.num_ranks)
         disk.write_file(marker, dump(manifest), into, unique="marker")
-
-
-def _write_header(disk: Disk, folder: int, file: str, header: str) -> None:
-    fd = os.open(file, os.O_WRONLY | os.O_CLOEXEC, dir_fd=folder)
-    try:
-        disk.write_at(fd, frame(header), 0, f"header of {file}")
-    finally:
-        disk.close(fd)

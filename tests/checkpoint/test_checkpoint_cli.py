@@ -43,7 +43,7 @@ def test_inspect_shows_the_latest_step(folder: Path, capsys: pytest.CaptureFixtu
     assert facts["Steps"] == "1 2"
     assert facts["Step"] == "2"
     assert facts["Model"] == "1,566 parameters in 20 tensors, 6.12 KiB"
-    assert facts["Optimizer"].startswith("step, exp_avg, exp_avg_sq: 48 tensors")
+    assert facts["Optimizer"].startswith("exp_avg, exp_avg_sq, step: 48 tensors")
     assert "shared" in facts["Layout"]
     assert "1 rank" in facts["Layout"]
     assert f"torch {torch.__version__}" in facts["Written"]

@@ -25,8 +25,8 @@ from fsdp2.checkpoint.checkpointer import peek
 from fsdp2.checkpoint.format import index as index_format
 from fsdp2.checkpoint.format.header import TensorInfo
 from fsdp2.checkpoint.format.index import TAIL, Index
-from fsdp2.checkpoint.format.manifest import BLOCK_BYTES, Manifest, TensorPart
-from fsdp2.checkpoint.format.ranks import Ranks
+from fsdp2.checkpoint.format.manifest import BLOCK_BYTES, Manifest, TensorPart, tables_of
+from fsdp2.checkpoint.format.ranges import Ranges
 from fsdp2.checkpoint.loading.opening import open_source
 from fsdp2.checkpoint.saving import indexing
 from fsdp2.checkpoint.saving.attempt import check_agreement
@@ -35,6 +35,7 @@ from fsdp2.checkpoint.saving.writing import plan_save
 from fsdp2.checkpoint.tools.inspect import check, open_checkpoint
 from fsdp2.dtensor.boxes import Box, split_evenly
 from harness import ours_only, run_on
+from old_manifests import as_version_1
 
 pytestmark = ours_only("checkpoints")
 
@@ -63,17 +64,15 @@ def manifests_of(
             writes = alone and number % replicas == replica
             parts.append(TensorPart(kind, TensorInfo(name, "F32", shape), box, box, ranks, writes))
         plan = plan_save(parts, rank, ranks, layout=layout, max_file_bytes=4000)
-        chunks = tuple(
-            planned.written(
+        sets = plan.recorded(
+            [
                 hash((rank, planned.part.tensor.name, block)) % 2**32
                 for block in range(-(-4 * planned.part.box.numel // BLOCK_BYTES))
-            )
+            ]
             for planned in plan.chunks
         )
         small = {f"state-{rank:05d}.json": "digest"}
-        found.append(
-            Manifest("n", "s", rank, Ranks.of(ranks), plan.sets, chunks, {}, small, {}, "names")
-        )
+        found.append(Manifest("n", "s", rank, Ranges.of(ranks), sets, {}, small, {}, "names"))
     check_agreement(found)
     return found
 
@@ -95,10 +94,12 @@ def found_in(index: Index, kind: str, name: str, box: Box) -> set[tuple[Any, ...
 
 
 def listed_in(manifests: list[Manifest], name: str, box: Box) -> set[tuple[Any, ...]]:
+    tables = tables_of(manifests)
     return {
         (chunk.box, chunk.file, chunk.offset, chunk.checksums)
         for manifest in manifests
-        for chunk in manifest.chunks
+        for files in manifest.sets
+        for chunk in files.chunks(tables)
         if chunk.tensor.name == name and chunk.box.intersect(box) is not None
     }
 
@@ -160,7 +161,8 @@ def test_a_tensor_that_ranks_without_common_files_both_have(tmp_path: Path) -> N
     """The first one's counts, as in the manifests."""
     first, second = manifests_of({"expert": (4, 2)}, (2, 1), "per-rank")
     [files] = second.sets
-    second = replace(second, sets=(replace(files, ranks=Ranks.of([1])),))
+    table = first.sets[0].tensors
+    second = replace(second, sets=(replace(files, ranks=Ranges.of([1]), tensors=table),))
     index = opened(tmp_path, [first, second])
     whole = Box.whole((4, 2))
     assert found_in(index, "model", "expert", whole) == listed_in([first], "expert", whole)
@@ -204,11 +206,11 @@ def test_two_sets_of_ranks_that_both_hold_a_tensor_whole(tmp_path: Path) -> None
         members, whole = (rank % 2, rank % 2 + 2), Box.whole(info.shape)
         part = TensorPart("model", info, whole, whole, members, writes=rank in (1, 2))
         plan = plan_save([part], rank, (0, 1, 2, 3), layout="shared")
-        chunks = tuple(planned.written([rank]) for planned in plan.chunks)
-        found.append(Manifest("n", "s", rank, Ranks.of(range(4)), plan.sets, chunks, {}, {}, {}))
+        sets = plan.recorded([[rank]] * len(plan.chunks))
+        found.append(Manifest("n", "s", rank, Ranges.of(range(4)), sets, {}, {}, {}))
     index = opened(tmp_path, found)
     [(_, file, _, checksums)] = found_in(index, "model", "norm", Box.whole(info.shape))
-    assert (checksums, [file]) == ((1,), list(found[1].sets[0].sizes))
+    assert (checksums, [file]) == ((1,), list(found[1].sets[0].files))
     index.close()
 
 
@@ -222,8 +224,8 @@ def test_a_name_without_elements_on_the_first_rank_only(tmp_path: Path) -> None:
             for whole in [Box.whole(each)]
         ]
         plan = plan_save(parts, rank, (0, 1), layout="per-rank")
-        chunks = tuple(planned.written([rank]) for planned in plan.chunks)
-        found.append(Manifest("n", "s", rank, Ranks.of([0, 1]), plan.sets, chunks, {}, {}, {}))
+        sets = plan.recorded([[rank]] * len(plan.chunks))
+        found.append(Manifest("n", "s", rank, Ranges.of([0, 1]), sets, {}, {}, {}))
     index = opened(tmp_path, found)
     assert {name: row.info.shape for name, row in index.tables["model"].items()} == {
         "bank": (5, 2),
@@ -320,16 +322,19 @@ def test_an_index_that_lacks_an_entry(tmp_path: Path) -> None:
     with open_source(tmp_path / NAME, by_manifests=True) as source:
         manifests = list(source.manifests.values())
     second = manifests[1]
-    without = tuple(c for c in second.chunks if c.tensor.name != "weight")
-    moved = tuple(
-        c._replace(box=Box((0, 0), c.box.shape)) if c.tensor.name == "weight" else c
-        for c in second.chunks
-    )
-    for chunks, said in (
-        (without, r"lists 25 elements of 'weight', of the 40 at"),
-        (moved, r"lists 40 elements of 'weight', of the 40 at"),
+    files, *others = second.sets
+    table = manifests[0].sets[0].tensors
+    names = [{table[position][1].name for position in group.tensors} for group in files.groups]
+    weight = files.groups[names.index({"weight"})]
+    rest = tuple(group for group in files.groups if group is not weight)
+    for groups, said in (
+        (rest, r"lists 25 elements of 'weight', of the 40 at"),
+        (
+            (weight._replace(box=Box((0, 0), weight.box.shape)), *rest),
+            r"lists 40 elements of 'weight', of the 40 at",
+        ),
     ):
-        manifests[1] = replace(second, chunks=chunks)
+        manifests[1] = replace(second, sets=(replace(files, groups=groups), *others))
         path.write_bytes(b"".join(index_parts(manifests, lambda: None)))
         with (
             open_source(tmp_path / NAME) as source,
@@ -405,34 +410,54 @@ def test_a_rank_that_dies_while_it_writes_the_index(tmp_path: Path) -> None:
         assert source.index is not None
 
 
-def test_a_checkpoint_of_an_earlier_release(tmp_path: Path) -> None:
-    """No index, and manifests that list all ranks, and not the names that optimizers have."""
+@pytest.mark.parametrize("layout", ["shared", "per-rank"])
+def test_a_checkpoint_of_an_earlier_release(tmp_path: Path, layout: str) -> None:
+    """No index, and manifests with a row for each part of each tensor."""
+    save(tmp_path, 3, layout=layout)
+    step, found = tmp_path / NAME, []
+    for version in (2, 1):
+        if version == 1:
+            as_version_1(step)
+        with open_source(step, by_manifests=version == 2) as source:
+            assert check(source).num_blocks > 3
+            found.append((source.tensors, source.optimizer, source.ranks))
+    assert found[0] == found[1]
+
+
+def test_a_run_of_an_earlier_release_goes_on(tmp_path: Path) -> None:
+    """Its manifests do not tell the names that optimizers have."""
     model = Tied()
     optimizer = adamw(model)
     train(model, optimizer, range(2))
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, model=model, optimizer=optimizer, extra={"epoch": 3})
-        folder = tmp_path / STEP / ".fsdp2"
-        (folder / "index.fsdp2").unlink()
-        [path] = folder.glob("rank-*")
-        content = json.loads(path.read_bytes().partition(b"\n")[0])
-        content.pop("optimizer_names")
-        assert (content["version"], content["ranks"]) == (2, [[0, 0, 1]])
-        content.update(version=1, ranks=[0])
-        for files in content["sets"]:
-            files["ranks"] = [0]
-        sign(path, content)
+        as_version_1(tmp_path / STEP)
         again = Tied()
         loaded = checkpoints.load(model=again, optimizer=adamw(again))
     assert loaded.extra_of_ranks == {0: {"epoch": 3}}
     assert torch.equal(again.embed.weight, model.embed.weight)
 
 
-def sign(path: Path, content: dict[str, Any]) -> None:
-    from hashlib import sha256
-
-    line = json.dumps(content, separators=(",", ":")).encode()
-    path.write_bytes(line + b'\n{"sha256":"' + sha256(line).hexdigest().encode() + b'"}\n')
+def test_ranks_that_wrote_less_than_all(tmp_path: Path) -> None:
+    """Also a tensor of which no rank wrote anything is missed."""
+    manifests = manifests_of({"a": (4, 2), "b": (4,)}, (2, 1), "per-rank")
+    [files] = manifests[1].sets
+    fewer = replace(manifests[1], sets=(replace(files, groups=files.groups[1:]),))
+    with pytest.raises(CheckpointError, match=r"^'a': the ranks wrote 16 of 32 bytes"):
+        check_agreement([manifests[0], fewer])
+    none = [
+        replace(m, sets=tuple(replace(s, groups=s.groups[:1]) for s in m.sets)) for m in manifests
+    ]
+    with pytest.raises(CheckpointError, match=r"^'b': the ranks wrote 0 of 16 bytes"):
+        check_agreement(none)
+    with pytest.raises(CheckpointError, match=r"manifest of rank 0 does not describe what ranks"):
+        check_agreement(manifests[1:])
+    with pytest.raises(CheckpointError, match=r"manifest of rank 0 does not describe what it"):
+        list(index_parts(manifests[1:], lambda: None))
+    other = files.groups[0]._replace(dtype="I32")
+    manifests[1] = replace(manifests[1], sets=(replace(files, groups=(other,)),))
+    with pytest.raises(CheckpointError, match=r"disagree on the dtype and shape .* F32 .* I32"):
+        list(index_parts(manifests, lambda: None))
 
 
 def save_a_stage(root: str) -> None:

@@ -5,6 +5,7 @@ The search of `test_hostile_checkpoints` found most of these.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import resource
@@ -36,6 +37,7 @@ from fsdp2.dtensor.boxes import Box, overlapping
 from fsdp2.planning import find_hardware
 from harness import ours_only, run_on
 from hostile import INDEX, OWN, STEP, attempt, bits, content_of, manifests_of, seal, sign
+from old_manifests import as_version_1
 
 pytestmark = ours_only("checkpoints")
 
@@ -80,34 +82,75 @@ def first_set(content: dict[str, Any]) -> dict[str, Any]:
     return content["sets"][0]
 
 
+def first_group(content: dict[str, Any]) -> list[Any]:
+    return first_set(content)["groups"][0]
+
+
+def row(content: dict[str, Any], name: str) -> list[Any]:
+    """What a manifest says of a tensor."""
+    [found] = [row for row in first_set(content)["tensors"] if row[1] == name]
+    return found
+
+
+def info(content: dict[str, Any]) -> list[Any]:
+    """Size, length of the header and its digest of a data file."""
+    return next(iter(first_set(content)["files"].values()))
+
+
+def beyond(ranges: list[list[int]]) -> list[list[int]]:
+    """As many numbers, all of them large."""
+    return [[first + 10**6, last + 10**6, step] for first, last, step in ranges]
+
+
 MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "unknown dtype": (
-        lambda c: c["tensors"].update(scale=["F33", [1]]), "dtype and shape of 'scale'"
+        lambda c: row(c, "scale").__setitem__(2, "F33"), "dtype and shape of 'scale'"
     ),
-    "dtype is a list": (lambda c: c["tensors"].update(scale=[["F32"], [1]]), "unhashable"),
-    "dtype is a number": (lambda c: c["tensors"].update(scale=[0, [1]]), "dtype and shape"),
-    "shape is negative": (lambda c: c["tensors"].update(scale=["F32", [-1]]), "cannot be -1"),
-    "shape is true": (lambda c: c["tensors"].update(scale=["F32", [True]]), "cannot be True"),
+    "dtype is a list": (lambda c: row(c, "scale").__setitem__(2, ["F32"]), "unhashable"),
+    "dtype is a number": (lambda c: row(c, "scale").__setitem__(2, 0), "dtype and shape"),
+    "shape is negative": (lambda c: row(c, "scale").__setitem__(3, [-1]), "cannot be -1"),
+    "shape is true": (lambda c: row(c, "scale").__setitem__(3, [True]), "cannot be True"),
     "shape overflows": (
-        lambda c: c["tensors"].update(scale=["F32", [0, 2**62, 2**62]]), "dtype and shape"
+        lambda c: row(c, "scale").__setitem__(3, [0, 2**62, 2**62]), "dtype and shape"
     ),
-    "a box of texts": (lambda c: c["chunks"][0].__setitem__(3, ["a"]), "shape of a box"),
-    "a box outside": (lambda c: c["chunks"][0].__setitem__(2, [10**9] * 2), "a box of"),
-    "a box with other dims": (lambda c: c["chunks"][0].__setitem__(2, []), "a box of"),
-    "a chunk of five": (lambda c: c["chunks"][0].pop(), "not enough values"),
-    "a chunk of nothing": (lambda c: c["chunks"][0].__setitem__(0, "x"), "KeyError"),
-    "a file is a list": (lambda c: c["chunks"][0].__setitem__(1, ["x"]), "the file of"),
-    "checksums are a number": (lambda c: c["chunks"][0].__setitem__(5, 3), "TypeError"),
-    "checksums with signs": (lambda c: c["chunks"][0].__setitem__(5, "-0000001"), "ValueError"),
-    "checksums are none": (lambda c: c["chunks"][0].__setitem__(5, "zzzzzzzz"), "ValueError"),
+    "other shapes than groups": (
+        lambda c: row(c, "scale").__setitem__(3, [2, 2]), "the manifests disagree"
+    ),
+    "a name is a number": (lambda c: row(c, "scale").__setitem__(1, 3), "a name cannot be 3"),
+    "a tensor in no file": (lambda c: row(c, "scale").__setitem__(0, "x"), "the file of 'scale'"),
+    "a tensor of three": (lambda c: row(c, "scale").pop(), "not enough values"),
+    "a group of five": (lambda c: first_group(c).pop(), "not enough values"),
+    "a group in a file": (lambda c: first_group(c).__setitem__(0, "x"), "the file of a group"),
+    "a group of no dtype": (lambda c: first_group(c).__setitem__(1, "F3"), "of 'a group'"),
+    "a box of texts": (lambda c: first_group(c).__setitem__(4, ["a"]), "shape of a box"),
+    "a box outside": (lambda c: first_group(c).__setitem__(3, [10**9] * 2), "a box of"),
+    "a box with other dims": (lambda c: first_group(c).__setitem__(3, []), "a box of"),
+    "a box of nothing": (
+        lambda c: first_group(c).__setitem__(4, [0] * len(first_group(c)[4])), "a box of"
+    ),
+    "tensors twice": (lambda c: first_group(c).__setitem__(5, [[0, 0, 1]] * 2), "of a group"),
+    "tensors beyond": (
+        lambda c: first_group(c).__setitem__(5, beyond(first_group(c)[5])), "manifests disagree"
+    ),
+    "a million tensors": (
+        lambda c: first_group(c).__setitem__(5, [[0, 10**6, 1]]), "numbers cannot be"
+    ),
+    "numbers are a number": (lambda c: c.update(numbers=3), "numbers cannot be 3"),
+    "numbers are no base64": (lambda c: c.update(numbers="!"), "Error"),
+    "a number too few": (lambda c: c.update(numbers=c["numbers"][:-8]), "numbers cannot be"),
+    "a number more": (lambda c: c.update(numbers="AAAA" + c["numbers"]), "numbers cannot be"),
     "a header is a list": (lambda c: first_set(c).update(headers=[]), "headers"),
-    "a header of no file": (
-        lambda c: first_set(c)["headers"].update(x="{}"), "of other files than sizes"
+    "a header of no file": (lambda c: first_set(c)["headers"].update(x="{}"), "of other files"),
+    "a size is negative": (lambda c: info(c).__setitem__(0, -1), "the size of"),
+    "a header that is too long": (lambda c: info(c).__setitem__(1, 2**62), "the header of"),
+    "a digest is a number": (lambda c: info(c).__setitem__(2, 1), "the digest of"),
+    "files elsewhere": (
+        lambda c: first_set(c)["files"].update({"../x": [1, 0, ""]}), "'../x'"
     ),
-    "a size is negative": (lambda c: first_set(c)["sizes"].update(x=-1), "the size of 'x'"),
-    "files elsewhere": (lambda c: first_set(c)["sizes"].update({"../x": 1}), "'../x'"),
     "small files elsewhere": (lambda c: c["small_files"].update({"/etc/passwd": ""}), "/etc/pass"),
-    "a name with NUL": (lambda c: first_set(c)["sizes"].update({"a\0b": 1}), "a\\x00b"),
+    "a name with NUL": (
+        lambda c: first_set(c)["files"].update({"a\0b": [1, 0, ""]}), "a\\x00b"
+    ),
     "half a character": (lambda c: c["aliases"].update({"a": "\ud800"}), "aliases"),
     "whole is a text": (lambda c: first_set(c).update(whole="yes"), "whole cannot be 'yes'"),
     "no sets": (lambda c: c.pop("sets"), "KeyError: 'sets'"),
@@ -120,7 +163,49 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 @pytest.mark.parametrize("case", MANIFESTS)
 def test_manifests(root: Path, tmp_path: Path, case: str) -> None:
     edit, fact = MANIFESTS[case]
-    refused(edited(root / "one", tmp_path, edit), f"{OWN}/rank-00000-of-00001.json", fact)
+    step = edited(root / "one", tmp_path, edit)
+    of_all = "manifests disagree" in fact  # which names none of them
+    refused(step, str(step) if of_all else f"{OWN}/rank-00000-of-00001.json", fact)
+
+
+OLD_MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "unknown dtype": (
+        lambda c: c["tensors"].update(scale=["F33", [1]]), "dtype and shape of 'scale'"
+    ),
+    "dtype is a list": (lambda c: c["tensors"].update(scale=[["F32"], [1]]), "unhashable"),
+    "shape is true": (lambda c: c["tensors"].update(scale=["F32", [True]]), "cannot be True"),
+    "a box of texts": (lambda c: c["chunks"][0].__setitem__(3, ["a"]), "shape of a box"),
+    "a box outside": (lambda c: c["chunks"][0].__setitem__(2, [10**9] * 2), "a box of"),
+    "a box with other dims": (lambda c: c["chunks"][0].__setitem__(2, []), "a box of"),
+    "a chunk of five": (lambda c: c["chunks"][0].pop(), "not enough values"),
+    "a chunk of nothing": (lambda c: c["chunks"][0].__setitem__(0, "x"), "KeyError"),
+    "a file is a list": (lambda c: c["chunks"][0].__setitem__(1, ["x"]), "the file of"),
+    "a file of no set": (lambda c: c["chunks"][0].__setitem__(1, "x"), "cannot be 'x'"),
+    "an offset in a file of whole tensors": (
+        lambda c: c["chunks"][0].__setitem__(4, 3), "the offset of"
+    ),
+    "checksums are a number": (lambda c: c["chunks"][0].__setitem__(5, 3), "AttributeError"),
+    "checksums with signs": (lambda c: c["chunks"][0].__setitem__(5, "-0000001"), "ValueError"),
+    "checksums are none": (lambda c: c["chunks"][0].__setitem__(5, "zzzzzzzz"), "ValueError"),
+    "too few checksums": (lambda c: c["chunks"][0].__setitem__(5, ""), "the checksums of"),
+    "too many checksums": (lambda c: c["chunks"][0].__setitem__(5, "0" * 16), "the checksums of"),
+    "a header is a list": (lambda c: first_set(c).update(headers=[]), "headers"),
+    "a header of no file": (
+        lambda c: first_set(c)["headers"].update(x="{}"), "of other files than sizes"
+    ),
+    "a size is negative": (lambda c: first_set(c)["sizes"].update(x=-1), "the size of 'x'"),
+    "files elsewhere": (lambda c: first_set(c)["sizes"].update({"../x": 1}), "'../x'"),
+    "whole is a text": (lambda c: first_set(c).update(whole="yes"), "whole cannot be 'yes'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OLD_MANIFESTS)
+def test_manifests_of_earlier_releases(root: Path, tmp_path: Path, case: str) -> None:
+    edit, fact = OLD_MANIFESTS[case]
+    shutil.copytree(root / "one", tmp_path / "old")
+    as_version_1(tmp_path / "old" / STEP)
+    step = edited(tmp_path / "old", tmp_path / "edited", edit)
+    refused(step, f"{OWN}/rank-00000-of-00001.json", fact)
 
 
 @pytest.mark.parametrize("text", [b"[" * 1_000_000, b'{"a":' * 200_000, b"[]", b"3", b"\xff"])
@@ -137,9 +222,11 @@ def test_two_chunks_of_one_part_do_not_stand_for_the_other(root: Path, tmp_path:
     """Sizes add up, checksums are right; rows of the model would keep what was in memory."""
 
     def edit(content: dict[str, Any]) -> None:
-        for chunk in content["chunks"]:
-            if chunk[0] == "embed.weight":
-                chunk[2] = [chunk[2][0] and 18, 0]  # of 37 rows the first rank has 19
+        for files in content["sets"]:
+            for group in files["groups"]:
+                _, _, shape, start, _, _ = group
+                if shape == [37, 12]:  # of 37 rows the first rank has 19
+                    group[3] = [start[0] and 18, 0]
 
     step = edited(root / "two", tmp_path, edit)
     refused(step, "of 'embed.weight' two ranks wrote the same part", "(18, 12) at (18, 0)")
@@ -147,11 +234,13 @@ def test_two_chunks_of_one_part_do_not_stand_for_the_other(root: Path, tmp_path:
 
 def test_ranks_that_say_other_shapes_of_one_tensor(root: Path, tmp_path: Path) -> None:
     def edit(content: dict[str, Any]) -> None:
-        dtype, (rows, columns) = content["tensors"]["embed.weight"]
-        content["tensors"]["embed.weight"] = [dtype, [rows + 1, columns]]
+        for files in content["sets"]:
+            for group in files["groups"]:
+                if group[2] == [37, 12]:
+                    group[2] = [38, 12]
 
     step = edited(root / "two", tmp_path, edit, rank=1)
-    refused(step, "tensor 'embed.weight' is not what the manifest says")
+    refused(step, "the manifests disagree", "shape (38, 12)", "(37, 12)")
 
 
 def test_optimizer_files_with_other_names(root: Path, tmp_path: Path) -> None:
@@ -162,7 +251,8 @@ def test_optimizer_files_with_other_names(root: Path, tmp_path: Path) -> None:
     data = (step / "optim-00009.safetensors").read_bytes()
     [manifest] = manifests_of(step)
     content = content_of(manifest)
-    first_set(content)["sizes"]["optim-00009.safetensors"] = len(data)
+    digest = hashlib.sha256(data).hexdigest()  # it is all header
+    first_set(content)["files"]["optim-00009.safetensors"] = [len(data), len(data), digest]
     sign(manifest, json.dumps(content).encode())
     refused(step, "optim-00009.safetensors: 'x' is no optimizer's state")
 

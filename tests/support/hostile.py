@@ -309,8 +309,11 @@ def change_own(draw: Draw, step: Path) -> None:
         for each in manifests:
             content = content_of(each)
             for files_ in content["sets"]:
-                if path.name in files_["sizes"]:
-                    files_["sizes"][path.name] = path.stat().st_size
+                if path.name in files_["files"]:
+                    data = path.read_bytes()
+                    header = data[: 8 + int.from_bytes(data[:8], "little")]
+                    digest = hashlib.sha256(header).hexdigest()
+                    files_["files"][path.name] = [len(data), len(header), digest]
                 if path.name in files_["headers"]:
                     files_["headers"][path.name] = text
             sign(each, json.dumps(content, separators=(",", ":")).encode())

@@ -140,7 +140,8 @@ def made_manifests(
 ) -> dict[int, synthesis.Manifest]:
     own = saved_by(n // 2, n, tensors, layout)
     of_all = tuple(range(n))
-    return {rank: synthesis.manifest_of(own, rank, of_all, layout) for rank in ranks}
+    plans = {rank: synthesis.plan_of(own, rank, of_all, layout) for rank in ranks}
+    return {rank: synthesis.manifest_of(own, rank, plan) for rank, plan in plans.items()}
 
 
 def real_manifest(rank: int, n: int, tensors: int, layout: str) -> synthesis.Manifest:

@@ -7,6 +7,7 @@ names, shapes and dtypes, so ranks that agree on these agree on every offset wit
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from collections.abc import Sequence
@@ -55,6 +56,14 @@ class TensorInfo(NamedTuple):
         return bytes_of(self.dtype, self.shape)
 
 
+class FileInfo(NamedTuple):
+    """A data file: its size in bytes, and length and SHA-256 of the header that it begins with."""
+
+    size: int
+    header_bytes: int
+    header_sha256: str
+
+
 @dataclass(frozen=True)
 class FilePlan:
     """One safetensors file: its header and where each tensor's data starts.
@@ -69,6 +78,15 @@ class FilePlan:
     tensors: tuple[TensorInfo, ...]
     offsets: dict[str, int]
     size: int
+
+    @property
+    def info(self) -> FileInfo:
+        return info_of(self.size, frame(self.header))
+
+
+def info_of(size: int, header: bytes) -> FileInfo:
+    """Of a file with this header."""
+    return FileInfo(size, len(header), hashlib.sha256(header).hexdigest())
 
 
 def plan_file(tensors: Sequence[TensorInfo]) -> FilePlan:

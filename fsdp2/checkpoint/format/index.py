@@ -34,9 +34,9 @@ from ...dtensor.boxes import Box
 from ..errors import CorruptCheckpoint
 from .checksum import crc32
 from .disk import read_exactly
-from .header import ITEM_BITS, MAX_HEADER_BYTES, TensorInfo, bytes_of, fits, parse_json
+from .header import FileInfo, TensorInfo, bytes_of, parse_json
 from .manifest import BLOCK_BYTES
-from .ranks import parsed_ranks
+from .ranges import parsed_ranges
 from .strict import MAX_SMALL_BYTES, Check, converted, is_file_name, open_regular
 
 NAME = "index.fsdp2"
@@ -51,14 +51,6 @@ _HINT = "Without this file, the manifests next to it are read instead"
 def entry_of(ndim: int) -> struct.Struct:
     """Of a partition: a rank's position, the group in its record, start and shape of the box."""
     return struct.Struct(f"<II{2 * ndim}Q")
-
-
-class FileInfo(NamedTuple):
-    """A data file: its size in bytes, and length and SHA-256 of the header that it begins with."""
-
-    size: int
-    header_bytes: int
-    header_sha256: str
 
 
 class Row(NamedTuple):
@@ -76,7 +68,11 @@ class Row(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """As `_listed` writes it."""
+    """As `_listed` writes it.
+
+    Of a tensor that other ranks wrote too, in files that they do not share with these, only the
+    partitions of the first count. In those of the others its place stays empty (null).
+    """
 
     number: int
     size: int  # of tensors
@@ -190,7 +186,7 @@ class Index:
         check = self._check
         self.nonce = check.text(contents["nonce"], "nonce")
         self.name = check.text(contents["name"], "name")
-        self.ranks = parsed_ranks(contents["ranks"], "ranks", check)
+        self.ranks = parsed_ranges(contents["ranks"], "ranks", check)
         self.speakers = check.numbers(contents["speakers"], "speakers")
         distinct = set(self.speakers)
         if not distinct or len(distinct) < len(self.speakers) or not distinct <= set(self.ranks):
@@ -198,7 +194,7 @@ class Index:
         self.aliases = check.texts(contents["aliases"], "aliases")
         digest = contents["hf_index_sha256"]
         self.hf_index_sha256 = None if digest is None else check.text(digest, "hf_index_sha256")
-        self.files = self._parsed_files(contents["files"])
+        self.files = check.files(contents["files"])
         self._shared = list(self.files)
         self._places = check.number(contents["places"], "places")
         rows = [self._parsed_row(row) for row in check.items(contents["tensors"], "tensors")]
@@ -215,28 +211,11 @@ class Index:
         if sum(map(len, self.tables.values())) != len(rows):
             raise check.bad("tensors", "two of one name")
 
-    def _parsed_files(self, value: Any) -> dict[str, FileInfo]:
-        files = {}
-        for name, info in self._check.table(value, "files").items():
-            size, header_bytes, digest = info
-            if type(header_bytes) is int and header_bytes > min(size, MAX_HEADER_BYTES + 8):
-                raise self._check.bad(f"the header of {name!r}", header_bytes)
-            files[self._check.file_name(name, "files")] = FileInfo(
-                self._check.number(size, f"the size of {name!r}"),
-                self._check.number(header_bytes, f"the header of {name!r}"),
-                self._check.text(digest, f"the digest of {name!r}"),
-            )
-        return files
-
     def _parsed_row(self, value: Any) -> tuple[str, Row]:
         kind, name, dtype, shape, *place = value
-        name = self._check.text(name, "a name")
-        shape = self._check.numbers(shape, f"the shape of {name!r}")
-        if kind not in ("model", "optim") or dtype not in ITEM_BITS:
-            raise self._check.bad(f"kind and dtype of {name!r}", f"{kind} {dtype}")
-        info = TensorInfo(name, dtype, shape)
-        if not fits(shape, info.itemsize):
-            raise self._check.bad(f"the shape of {name!r}", str(shape))
+        info = self._check.tensor(name, dtype, shape)
+        if kind not in ("model", "optim"):
+            raise self._check.bad(f"the kind of {name!r}", kind)
         if kind == "optim" and (not name.startswith("optim.") or name.count(".") < 2):
             raise self._check.bad("the name of an optimizer's state", name)
         if not place:
@@ -251,15 +230,17 @@ class Index:
         self, number: int, value: Any, rows: Sequence[tuple[str, Row]]
     ) -> Partition:
         check = self._check
-        tensors = check.numbers(value["tensors"], "the tensors of a partition")
+        numbers = check.items(value["tensors"], "the tensors of a partition")
+        tensors = [number for number in numbers if number is not None]
+        check.numbers(tensors, "the tensors of a partition")
         dim, num = value["dim"], check.number(value["num"], "the entries of a partition")
-        members = [rows[number][1] for number in tensors]
-        dtype, shape = members[0].info[1:]
+        members = [None if number is None else rows[number][1] for number in numbers]
+        dtype, shape = rows[tensors[0]][1].info[1:]
         starts = check.numbers(value["starts"], "the starts of a partition")
         crcs = check.numbers(value["crcs"], "the checksums of a partition")
         if len(set(tensors)) < len(tensors):
             raise check.bad("the tensors of a partition", "one twice")
-        if any(row.info[1:] != (dtype, shape) for row in members):
+        if any(row is not None and row.info[1:] != (dtype, shape) for row in members):
             raise check.bad("the tensors of a partition", "of different dtypes or shapes")
         if dim is not None and check.number(dim, "the dim of a partition") >= len(shape):
             raise check.bad("the dim of a partition", dim)
@@ -273,7 +254,8 @@ class Index:
             number, len(members), dtype, shape, at, num, dim, longest, starts, crcs
         )
         for position, row in enumerate(members):
-            row.partitions.append((partition, position))
+            if row is not None:
+                row.partitions.append((partition, position))
         return partition
 
     # -- what is read on demand -------------------------------------------------------------
@@ -325,7 +307,7 @@ class Index:
 
     def _parsed_record(self, table: dict[str, Any], data: memoryview) -> RankRecord:
         check = self._check
-        files = self._parsed_files(table["files"])
+        files = check.files(table["files"])
         groups = []
         for partition, file, at in check.items(table["groups"], "groups"):
             self.partitions[check.number(partition, "a partition")]

@@ -1,8 +1,6 @@
 """What each rank records about its part of a checkpoint.
 
 A manifest is also the rank's marker: once it exists under its name, everything it lists is durable.
-It is two lines of JSON. The second holds the checksum of the first, so that a damaged manifest is
-detected too.
 """
 
 from __future__ import annotations
@@ -10,18 +8,16 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, NamedTuple
 
 from ...dtensor.boxes import Box
 from ..errors import CorruptCheckpoint
-from .header import ITEM_BITS, TensorInfo, bytes_of, fits, parse_json
-from .ranks import Ranks, parsed_ranks
-from .strict import Check, converted, is_file_name
+from .header import FileInfo, TensorInfo, bytes_of
+from .ranges import Ranges
 
-VERSION = 2  # of 1, ranks are lists and not ranges
 FOLDER = ".fsdp2"
 FAILED = "failed-*"  # every `failed_name`
 ANY_FAILED = "failed"  # is there if any of them is
@@ -72,23 +68,98 @@ class Chunk(NamedTuple):
         return bytes_of(self.tensor.dtype, self.box.shape)
 
 
+# Tensors that ranks save together, in an order that all of them know; each with the file that holds
+# it whole, or with its kind if ranks hold parts of it in files of their own.
+Table = Sequence[tuple[str, TensorInfo]]
+
+
+class Group(NamedTuple):
+    """The same box of several tensors of one dtype and shape, as one rank wrote it.
+
+    Layers repeat shapes. So a rank has few groups, however many tensors a model has.
+
+    Attributes:
+        file: the rank's own file that holds the boxes; "" if files hold whole tensors.
+        dtype, shape: of each tensor.
+        box: which part of each.
+        tensors: their positions in the table of their set.
+        offsets: of each box the first byte in ``file``, as 8 little-endian bytes; none if files
+            hold whole tensors, whose headers say where each is.
+        checksums: of each box those of a `Chunk`, as 4 little-endian bytes.
+    """
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    tensors: Ranges
+    offsets: bytes
+    checksums: bytes
+
+    @property
+    def box_bytes(self) -> int:
+        """Bytes of the box of one tensor."""
+        return bytes_of(self.dtype, self.box.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.tensors) * self.box_bytes
+
+    def boxes(self) -> Iterator[tuple[int, int | None, tuple[int, ...]]]:
+        """Of each box the position of its tensor, offset and checksums."""
+        num = -(-self.box_bytes // BLOCK_BYTES)
+        checksums = struct.iter_unpack(f"<{num}I", self.checksums)
+        offsets: Iterable[int | None] = [None] * len(self.tensors)
+        if self.file:
+            offsets = [offset for (offset,) in struct.iter_unpack("<Q", self.offsets)]
+        return zip(self.tensors, offsets, checksums, strict=True)
+
+    def chunks(self, table: Table) -> Iterator[Chunk]:
+        """Each box by itself.
+
+        Raises:
+            CorruptCheckpoint: if ``table`` has other tensors.
+        """
+        for position, offset, checksums in self.boxes():
+            file, info = table[position] if position < len(table) else ("", None)
+            if info is None or info[1:] != (self.dtype, self.shape):
+                raise CorruptCheckpoint(
+                    f"the manifests disagree: one has a {self.dtype} of shape {self.shape} where "
+                    f"another has {info and info[1:]}"
+                )
+            yield Chunk(info, self.file or file, self.box, offset, checksums)
+
+
 @dataclass(frozen=True)
 class SetOfFiles:
     """Files that a set of ranks writes together.
 
     Attributes:
         ranks: the ranks that share the tensors in them.
-        sizes: bytes of each file.
+        files: those that this rank writes to; each has its header when the checkpoint is committed.
         whole: whether the files hold whole tensors; otherwise each holds boxes of one rank.
         digest: of names, headers and sizes; equal on all ranks of the set.
-        headers: header of each file; only in the manifest of the set's first rank.
+        headers: of files of whole tensors; only in the manifest of the set's first rank.
+        tensors: all of the set; also only there.
+        groups: what this rank wrote.
     """
 
-    ranks: Ranks
-    sizes: dict[str, int]
+    ranks: Ranges
+    files: dict[str, FileInfo]
     whole: bool
     digest: str
     headers: dict[str, str] = field(default_factory=dict)
+    tensors: Table = ()
+    groups: tuple[Group, ...] = ()
+
+    def chunks(self, tables: Mapping[Ranges, Table]) -> Iterator[Chunk]:
+        """What this rank wrote, each box by itself.
+
+        Args:
+            tables: as `tables_of` returns them.
+        """
+        table = self.tensors or tables.get(self.ranks, ())
+        return (chunk for group in self.groups for chunk in group.chunks(table))
 
 
 @dataclass(frozen=True)
@@ -107,13 +178,23 @@ class Manifest:
     nonce: str
     name: str
     rank: int
-    ranks: Ranks
+    ranks: Ranges
     sets: tuple[SetOfFiles, ...]
-    chunks: tuple[Chunk, ...]
     aliases: dict[str, str]
     small_files: dict[str, str]
     writer: dict[str, Any]
     optimizer_names: str | None = None
+
+    @property
+    def groups(self) -> Iterator[Group]:
+        """What this rank wrote."""
+        return (group for files in self.sets for group in files.groups)
+
+
+def tables_of(manifests: Iterable[Manifest]) -> dict[Ranges, Table]:
+    """The tensors of each set of ranks, by these."""
+    sets = (files for manifest in manifests for files in manifest.sets)
+    return {files.ranks: files.tensors for files in sets if files.tensors}
 
 
 def kind_of(file: str) -> str:
@@ -145,199 +226,6 @@ def parse_marker_name(name: str) -> tuple[int, int] | None:
     """Rank and number of ranks of a marker's file name; None for any other file."""
     match = re.fullmatch(r"rank-(\d{5,})-of-(\d{5,})\.json", name)
     return (int(match[1]), int(match[2])) if match else None
-
-
-def dump(manifest: Manifest) -> bytes:
-    """Encode a manifest as the bytes of a marker file."""
-    tensors: dict[str, list[Any]] = {}
-    chunks = []
-    for chunk in manifest.chunks:
-        tensors[chunk.tensor.name] = [chunk.tensor.dtype, list(chunk.tensor.shape)]
-        checksums = "".join(f"{crc:08x}" for crc in chunk.checksums)
-        box = [list(chunk.box.start), list(chunk.box.shape)]
-        chunks.append([chunk.tensor.name, chunk.file, *box, chunk.offset, checksums])
-    content = {
-        "format": "fsdp2-checkpoint",
-        "version": VERSION,
-        "nonce": manifest.nonce,
-        "name": manifest.name,
-        "rank": manifest.rank,
-        "ranks": manifest.ranks.listed(),
-        "sets": [
-            {
-                "ranks": s.ranks.listed(),
-                "sizes": s.sizes,
-                "whole": s.whole,
-                "digest": s.digest,
-                "headers": s.headers,
-            }
-            for s in manifest.sets
-        ],
-        "tensors": tensors,
-        "chunks": chunks,
-        "aliases": manifest.aliases,
-        "small_files": manifest.small_files,
-        "writer": manifest.writer,
-        "optimizer_names": manifest.optimizer_names,
-    }
-    line = json.dumps(content, separators=(",", ":")).encode()
-    return line + b'\n{"sha256":"' + hashlib.sha256(line).hexdigest().encode() + b'"}\n'
-
-
-def load(data: bytes, file: str) -> Manifest:
-    """The inverse of `dump`.
-
-    Raises:
-        CorruptCheckpoint: if ``data`` is not what `dump` returned.
-    """
-    line, _, rest = data.partition(b"\n")
-    check = Check(f"{file}: not a manifest")
-    signature = check.table(parse_json(rest, f"{check.what}: it"), "the checksum")
-    if signature.get("sha256") != hashlib.sha256(line).hexdigest():
-        raise CorruptCheckpoint(f"{file}: the checksum of the manifest is wrong")
-    content = check.table(parse_json(line, f"{check.what}: it"), "the content")
-    kind, version = content.get("format"), content.get("version")
-    if kind != "fsdp2-checkpoint" or type(version) is not int or version > VERSION:
-        raise CorruptCheckpoint(
-            f"{file}: format {str(kind)[:40]!r} version {str(version)[:40]}: this fsdp2 reads up "
-            f"to version {VERSION}"
-        )
-    # The checksum tells damage. An attacker's is right: so the kind of every value is checked.
-    return converted(check.what, lambda: _parsed(content, check))
-
-
-def _parsed(content: dict[str, Any], check: Check) -> Manifest:
-    described = check.table(content["tensors"], "tensors")
-    tensors = _tensors_at_once(described)
-    if tensors is None:
-        tensors = {name: _parsed_tensor(name, each, check) for name, each in described.items()}
-    rows = check.items(content["chunks"], "chunks")
-    chunks = _chunks_at_once(rows, tensors)
-    if chunks is None:
-        chunks = tuple(_parsed_chunk(each, tensors, check) for each in rows)
-    names = content.get("optimizer_names")
-    return Manifest(
-        nonce=check.text(content["nonce"], "nonce"),
-        name=check.text(content["name"], "name"),
-        rank=check.number(content["rank"], "rank"),
-        ranks=parsed_ranks(content["ranks"], "ranks", check),
-        sets=tuple(_parsed_set(each, check) for each in check.items(content["sets"], "sets")),
-        chunks=chunks,
-        aliases=check.texts(content["aliases"], "aliases"),
-        small_files={
-            check.file_name(name, "small_files"): digest
-            for name, digest in check.texts(content["small_files"], "small_files").items()
-        },
-        writer={
-            key: value if isinstance(value, str | int | float) else f"a {type(value).__name__}"
-            for key, value in check.table(content["writer"], "writer").items()
-        },
-        optimizer_names=None if names is None else check.text(names, "optimizer_names"),
-    )
-
-
-def _parsed_set(content: Any, check: Check) -> SetOfFiles:
-    content = check.table(content, "a set of files")
-    sizes = {
-        check.file_name(file, "sizes"): check.number(size, f"the size of {file!r}")
-        for file, size in check.table(content["sizes"], "sizes").items()
-    }
-    headers = check.texts(content["headers"], "headers")
-    if not headers.keys() <= sizes.keys():
-        raise check.bad("headers", "of other files than sizes")
-    if type(content["whole"]) is not bool:
-        raise check.bad("whole", content["whole"])
-    ranks = parsed_ranks(content["ranks"], "ranks of a set", check)
-    return SetOfFiles(
-        ranks, sizes, content["whole"], check.text(content["digest"], "digest"), headers
-    )
-
-
-# Tensors and chunks are most of a manifest, and nearly always as they should be. So they are first
-# checked all at once; if anything is unusual, one by one, for an error that names it.
-_INT, _LIST = frozenset((int,)), frozenset((list,))
-_INT_OR_NONE = frozenset((int, type(None)))
-
-
-def _tensors_at_once(described: dict[str, Any]) -> dict[str, TensorInfo] | None:
-    """What `_parsed_tensor` returns for each; None unless all are known to be right."""
-    try:
-        dtypes, shapes = zip(*described.values(), strict=True)
-        if not _LIST.issuperset(map(type, chain(described.values(), shapes))):
-            return None
-        if not _INT.issuperset(map(type, chain.from_iterable(shapes))):
-            return None
-        found = {
-            name: TensorInfo(name, dtype, tuple(shape))
-            for name, dtype, shape in zip(described, dtypes, shapes, strict=True)
-        }
-        for dtype, shape in {info[1:] for info in found.values()}:
-            if min(shape, default=0) < 0 or not fits(shape, ITEM_BITS[dtype] // 8):
-                return None
-    except (KeyError, TypeError, ValueError):
-        return None
-    return found
-
-
-def _chunks_at_once(rows: list[Any], tensors: dict[str, TensorInfo]) -> tuple[Chunk, ...] | None:
-    """What `_parsed_chunk` returns for each; None unless all are known to be right.
-
-    Equal boxes are one object.
-    """
-    try:
-        _, files, starts, shapes, offsets, _ = zip(*rows, strict=True)
-        right = (
-            _LIST.issuperset(map(type, chain(rows, starts, shapes)))
-            and _INT.issuperset(map(type, chain.from_iterable(chain(starts, shapes))))
-            and _INT_OR_NONE.issuperset(map(type, offsets))
-            and all(map(is_file_name, set(files)))
-            and all(0 <= offset < 2**63 for offset in set(offsets) - {None})
-        )
-        if not right:
-            return None
-        boxes: dict[object, Box] = {}
-        chunks = []
-        for name, file, start, shape, offset, text in rows:
-            tensor = tensors[name]
-            key = (tensor.shape, tuple(start), tuple(shape))
-            box = boxes.get(key)
-            if box is None:
-                box = boxes[key] = Box(key[1], key[2])
-                if not box.within(tensor.shape):
-                    return None
-            chunks.append(Chunk(tensor, file, box, offset, _checksums(text)))
-    except (KeyError, TypeError, ValueError):
-        return None
-    return tuple(chunks)
-
-
-def _checksums(text: str) -> tuple[int, ...]:
-    # `int` takes signs and spaces, too.
-    if text and not (str.isascii(text) and str.isalnum(text)):
-        raise ValueError("checksums are no hexadecimal digits")
-    return tuple([int(text[i : i + 8], 16) for i in range(0, len(text), 8)])
-
-
-def _parsed_tensor(name: str, content: Any, check: Check) -> TensorInfo:
-    dtype, shape = check.items(content, name)
-    shape = check.numbers(shape, f"the shape of {name!r}")
-    if dtype not in ITEM_BITS or not fits(shape, ITEM_BITS[dtype] // 8):
-        raise check.bad(f"the dtype and shape of {name!r}", f"{dtype} {list(shape)}")
-    return TensorInfo(name, dtype, shape)
-
-
-def _parsed_chunk(content: Any, tensors: dict[str, TensorInfo], check: Check) -> Chunk:
-    name, file, start, shape, offset, checksums = check.items(content, "a chunk")
-    box = Box(check.numbers(start, "start of a box"), check.numbers(shape, "shape of a box"))
-    if not box.within(tensors[name].shape):
-        raise check.bad(f"a box of {name!r}", f"{box} in {tensors[name].shape}")
-    return Chunk(
-        tensors[name],
-        check.file_name(file, f"the file of {name!r}"),
-        box,
-        None if offset is None else check.number(offset, f"the offset of {name!r}"),
-        _checksums(checksums),
-    )
 
 
 def hf_index_bytes(sets: Iterable[SetOfFiles]) -> bytes | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..errors import CorruptCheckpoint
-from .header import check_text
+from .header import ITEM_BITS, MAX_HEADER_BYTES, FileInfo, TensorInfo, check_text, fits
 
 T = TypeVar("T")
 # Of a file of JSON. Parsed, JSON takes up to about 25 times its bytes: an index that is larger than
@@ -100,6 +100,28 @@ class Check:
         if not isinstance(value, str) or not is_file_name(value):
             raise self.bad(name, value)
         return value
+
+    def files(self, value: Any) -> dict[str, FileInfo]:
+        """Data files, by name."""
+        found = {}
+        for name, info in self.table(value, "files").items():
+            size, header_bytes, digest = self.items(info, f"what is said of {name!r}")
+            size = self.number(size, f"the size of {name!r}")
+            if self.number(header_bytes, f"the header of {name!r}") > size:
+                raise self.bad(f"the header of {name!r}", header_bytes)
+            if header_bytes > MAX_HEADER_BYTES + 8:
+                raise self.bad(f"the header of {name!r}", header_bytes)
+            digest = self.text(digest, f"the digest of {name!r}")
+            found[self.file_name(name, "files")] = FileInfo(size, header_bytes, digest)
+        return found
+
+    def tensor(self, name: Any, dtype: Any, shape: Any) -> TensorInfo:
+        """A tensor that there can be."""
+        name = self.text(name, "a name")
+        shape = self.numbers(shape, f"the shape of {name!r}")
+        if dtype not in ITEM_BITS or not fits(shape, ITEM_BITS[dtype] // 8):
+            raise self.bad(f"the dtype and shape of {name!r}", f"{dtype} {list(shape)}")
+        return TensorInfo(name, dtype, shape)
 
 
 def small_limit(name: str) -> int:

@@ -19,10 +19,9 @@ from typing_extensions import override
 
 from ...dtensor.boxes import Box, overlapping
 from ..errors import CheckpointError, CorruptCheckpoint, some
-from ..format.header import Header, TensorInfo, frame, parse_json
+from ..format.header import Header, TensorInfo, parse_json
 from ..format.index import NAME, BoxEntry, Index, Partition, Row
 from ..format.manifest import (
-    BLOCK_BYTES,
     FOLDER,
     INDEX,
     Chunk,
@@ -30,12 +29,13 @@ from ..format.manifest import (
     digest_of_hf_index,
     hf_index_bytes,
     kind_of,
-    load,
     marker_name,
     parse_marker_name,
+    tables_of,
 )
-from ..format.ranks import Ranks
-from ..format.strict import MAX_SMALL_BYTES, Check, open_regular, read_small
+from ..format.marker import load
+from ..format.ranges import Ranges
+from ..format.strict import MAX_SMALL_BYTES, open_regular, read_small
 from ..saving.attempt import check_agreement
 from ..saving.indexing import TooLarge, index_parts
 from .source import Extent, Source, Stored
@@ -167,12 +167,12 @@ def _open_by_manifests(source: Source, folder: Path) -> None:
                 f"{source.path}: the manifests of ranks {manifests[0].rank} and {manifest.rank} "
                 "are of different saves"
             )
-    source.ranks = Ranks.of(source.manifests)
+    source.ranks = Ranges.of(source.manifests)
     source.speakers = _speakers(manifests)
     source.small_files = lambda rank: source.manifests[rank].small_files
-    _collect(source, missing)
     if missing:
         raise _incomplete(source, missing)
+    _collect(source)
     try:
         check_agreement(manifests)
     except CheckpointError as error:
@@ -215,50 +215,40 @@ def _compare_index(source: Source, path: Path, parts: Iterable[bytes]) -> None:
         raise CorruptCheckpoint(f"{path}: the index is not the one that was written")
 
 
-def _collect(source: Source, missing: list[int]) -> None:
+def _collect(source: Source) -> None:
     """Fill in tensors from the headers of the files and the chunks of the manifests."""
     headers: dict[str, Header] = {}
-    owner: dict[str, Ranks] = {}
+    owner: dict[str, Ranges] = {}
     wholes: dict[tuple[int, ...], Box] = {}
     for manifest in source.manifests.values():
         source.aliases.update(manifest.aliases)
         for files in manifest.sets:
-            for file, size in files.sizes.items():
-                source.open_file(file)
-                actual = source.files[file]
-                if actual != size:
+            for file, info in files.files.items():
+                source.open_file(file, info)
+                if source.files[file] != info.size:
                     raise CorruptCheckpoint(
-                        f"{source.path}/{file}: expected {size} bytes, the file has {actual}"
+                        f"{source.path}/{file}: expected {info.size} bytes, the file has "
+                        f"{source.files[file]}"
                     )
                 if file not in headers:
                     headers[file] = source.read_header(file)
-                if not missing and file in files.headers:
-                    _check_header(source, file, headers[file], files.headers[file])
-    for manifest in source.manifests.values():
-        # The first set that has a file, as the files of several sets have other names.
-        set_of = {file: s.ranks for s in reversed(manifest.sets) for file in s.sizes}
-        for chunk in manifest.chunks:
-            tensor, file, box, in_own_file, _ = chunk
-            name = tensor.name
-            table = _table_of(source, file, name)
-            stored = table.get(name)
-            if stored is None:
-                stored = table[name] = Stored(tensor)
-            ranks = set_of.get(file)
-            if ranks is None:
-                raise CorruptCheckpoint(
-                    f"{source.path}: '{name}' lies in {file}, which the manifest does not list"
-                )
-            if owner.setdefault(name, ranks) != ranks:
-                continue  # the same tensor again, written by ranks that share no files with these
-            _check_chunk(source, chunk, headers[file], stored.info)
-            if in_own_file is not None or not stored.extents:
-                holds = box
-                if in_own_file is None:
-                    holds = wholes.get(tensor.shape) or Box.whole(tensor.shape)
-                    wholes[tensor.shape] = holds
-                stored.extents.append(Extent(file, holds, headers[file].offsets[name]))
-            stored.chunks.append(chunk)
+    for ranks, chunk in source.chunks():
+        tensor, file, box, in_own_file, _ = chunk
+        name = tensor.name
+        table = _table_of(source, file, name)
+        stored = table.get(name)
+        if stored is None:
+            stored = table[name] = Stored(tensor)
+        if owner.setdefault(name, ranks) != ranks:
+            continue  # the same tensor again, written by ranks that share no files with these
+        _check_chunk(source, chunk, headers[file], stored.info)
+        if in_own_file is not None or not stored.extents:
+            holds = box
+            if in_own_file is None:
+                holds = wholes.get(tensor.shape) or Box.whole(tensor.shape)
+                wholes[tensor.shape] = holds
+            stored.extents.append(Extent(file, holds, headers[file].offsets[name]))
+        stored.chunks.append(chunk)
     apart: set[tuple[Box, ...]] = set()  # equal layers are cut in the same way
     for stored in (*source.tensors.values(), *source.optimizer.values()):
         boxes = tuple([chunk.box for chunk in stored.chunks])
@@ -266,13 +256,11 @@ def _collect(source: Source, missing: list[int]) -> None:
             _check_apart(source, stored.info.name, boxes)
             apart.add(boxes)
     for file, header in headers.items():
-        for name, info in header.tensors.items():
+        for name, tensor in header.tensors.items():
             table = _table_of(source, file, name)
-            if info.nbytes == 0:  # no rank writes a chunk of zero bytes
-                extent = Extent(file, Box.whole(info.shape), header.offsets[name])
-                table.setdefault(name, Stored(info, [extent]))
-            elif missing:  # the missing rank may have written all of it
-                table.setdefault(name, Stored(info))
+            if tensor.nbytes == 0:  # no rank writes a chunk of zero bytes
+                extent = Extent(file, Box.whole(tensor.shape), header.offsets[name])
+                table.setdefault(name, Stored(tensor, [extent]))
 
 
 def _table_of(source: Source, file: str, name: str) -> dict[str, Stored]:
@@ -294,40 +282,13 @@ def _check_apart(source: Source, name: str, boxes: tuple[Box, ...]) -> None:
         )
 
 
-def _check_header(source: Source, file: str, header: Header, expected: str) -> None:
-    # The bytes, with metadata and padding. Only where they differ it is looked up how.
-    if os.pread(source.open_file(file), header.data_start, 0) == frame(expected):
-        return
-    what = f"{source.path}/{file}: the header in the manifest"
-    table = Check(what).table(parse_json(expected.encode(), what), "it")
-    table.pop("__metadata__", None)
-    found = {
-        name: {
-            "dtype": info.dtype,
-            "shape": list(info.shape),
-            "data_offsets": [
-                header.offsets[name] - header.data_start,
-                header.offsets[name] - header.data_start + info.nbytes,
-            ],
-        }
-        for name, info in header.tensors.items()
-    }
-    if found != table:
-        names = [n for n in table.keys() | found.keys() if table.get(n) != found.get(n)]
-        raise CorruptCheckpoint(
-            f"{source.path}/{file}: the header is not the one that was written: {some(names)}"
-        )
-    raise CorruptCheckpoint(f"{source.path}/{file}: the header is not the one that was written")
-
-
 def _check_chunk(source: Source, chunk: Chunk, header: Header, as_of_others: TensorInfo) -> None:
     tensor = chunk.tensor
     in_file = tensor if chunk.offset is None else tensor._replace(shape=chunk.box.shape)
-    blocks = -(-chunk.nbytes // BLOCK_BYTES)
     if (
         header.tensors.get(tensor.name) != in_file
         or tensor != as_of_others
-        or len(chunk.checksums) != blocks
+        or chunk.offset not in (None, header.offsets[tensor.name])
     ):
         raise CorruptCheckpoint(
             f"{source.path}/{chunk.file}: tensor '{chunk.tensor.name}' is not what the manifest "
@@ -336,12 +297,14 @@ def _check_chunk(source: Source, chunk: Chunk, header: Header, as_of_others: Ten
 
 
 def _incomplete(source: Source, missing: list[int]) -> CorruptCheckpoint:
-    have = total = 0
-    for stored in (*source.tensors.values(), *source.optimizer.values()):
-        have += sum(chunk.nbytes for chunk in stored.chunks)
-        total += stored.info.nbytes
-    ranks = some(missing)
+    manifests = source.manifests.values()
+    have = sum(group.nbytes for manifest in manifests for group in manifest.groups)
+    what = f"{have} bytes"
+    tables = tables_of(manifests)
+    if all(files.ranks in tables for manifest in manifests for files in manifest.sets):
+        infos = {info.name: info for table in tables.values() for _, info in table}
+        what = f"{have} of {sum(info.nbytes for info in infos.values())} bytes"
     return CorruptCheckpoint(
-        f"{source.path}: the manifest of rank {ranks} is missing: the shards that are there cover "
-        f"{have} of {total} bytes"
+        f"{source.path}: the manifest of rank {some(missing)} is missing: the shards that are "
+        f"there cover {what}"
     )

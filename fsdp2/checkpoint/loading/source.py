@@ -6,7 +6,7 @@ import errno
 import hashlib
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -15,10 +15,10 @@ from typing import NamedTuple
 from ...dtensor.boxes import Box
 from ..errors import CheckpointError, CorruptCheckpoint
 from ..format.disk import read_exactly
-from ..format.header import Header, TensorInfo, header_length, parse_header
-from ..format.index import FileInfo, Index
-from ..format.manifest import FOLDER, Chunk, Manifest
-from ..format.ranks import Ranks
+from ..format.header import FileInfo, Header, TensorInfo, header_length, parse_header
+from ..format.index import Index
+from ..format.manifest import FOLDER, Chunk, Manifest, tables_of
+from ..format.ranges import Ranges
 from ..format.strict import is_file_name, read_small, small_limit
 
 
@@ -100,7 +100,7 @@ class Source:
     tensors: dict[str, Stored] = field(default_factory=dict)
     optimizer: dict[str, Stored] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
-    ranks: Ranks = field(default_factory=lambda: Ranks(()))
+    ranks: Ranges = field(default_factory=lambda: Ranges(()))
     speakers: tuple[int, ...] = ()
     small_files: Callable[[int], dict[str, str]] = field(default=lambda rank: {})
     index: Index | None = None
@@ -122,6 +122,16 @@ class Source:
     def files(self) -> dict[str, int]:
         """Bytes of each data file."""
         return dict(self._sizes)
+
+    def chunks(self) -> Iterator[tuple[Ranges, Chunk]]:
+        """Each box that a rank wrote, as the manifests list it, with the ranks of its set."""
+        tables = tables_of(self.manifests.values())
+        for manifest in self.manifests.values():
+            for files in manifest.sets:
+                try:
+                    yield from ((files.ranks, chunk) for chunk in files.chunks(tables))
+                except CorruptCheckpoint as error:
+                    raise CorruptCheckpoint(f"{self.path}: {error}") from error
 
     def __enter__(self) -> Source:
         return self

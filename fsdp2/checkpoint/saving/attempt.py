@@ -12,8 +12,9 @@ No rank waits for another. Any rank that finds all manifests commits. Several ma
 time: they write the same bytes, and only one rename succeeds. Readers see nothing before the
 rename and everything after it.
 
-File headers are written at commit, not before. A file of its final size whose ranges were never
-written reads as valid zeros; with zeros in place of the header, no safetensors reader accepts it.
+Headers of files that several ranks write are written at commit, not before. A file of its final
+size whose ranges were never written reads as valid zeros; with zeros in place of the header, no
+safetensors reader accepts it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import errno
 import os
 import random
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from math import inf
@@ -38,13 +40,13 @@ from ..format.manifest import (
     INDEX,
     Manifest,
     SetOfFiles,
-    dump,
+    Table,
     failed_name,
     hf_index_bytes,
-    load,
     marker_name,
 )
-from ..format.ranks import Ranks
+from ..format.marker import dump, load
+from ..format.ranges import Ranges
 from .indexing import TooLarge, index_parts
 
 STAGING = re.compile(r"\.(?P<name>.+)\.(?P<nonce>[0-9a-f]{16,}-\d+)\.tmp")
@@ -253,7 +255,7 @@ class Attempt:
             hf_index.append(hf_index_bytes(shared))
             return hf_index[0]
 
-        parts = index_parts(agreeing(self._manifests(staging, folder, shared)), last)
+        parts = index_parts(agreeing(self._manifests(folder, shared)), last)
         try:
             self.disk.write_file(NAME, parts, folder, unique=unique)
         except TooLarge:
@@ -287,19 +289,15 @@ class Attempt:
             raise CheckpointError(f"{name} in {self.staging} belongs to another attempt")
         return manifest
 
-    def _manifests(self, staging: int, folder: int, shared: list[SetOfFiles]) -> Iterator[Manifest]:
-        """All manifests, one by one; writes the headers of files of single ranks on the way.
+    def _manifests(self, folder: int, shared: list[SetOfFiles]) -> Iterator[Manifest]:
+        """All manifests, one by one.
 
         Args:
             shared: where the sets of files go whose headers are to be written at the end.
         """
         for rank in self.ranks:
             manifest = self._read_manifest(folder, rank)
-            for files in manifest.sets:
-                if not files.whole:
-                    self._write_headers(staging, files)
-                elif files.headers:
-                    shared.append(files)
+            shared += [files for files in manifest.sets if files.headers]
             yield manifest
 
     def _write_headers(self, staging: int, files: SetOfFiles) -> None:
@@ -384,9 +382,9 @@ def check_agreement(manifests: Iterable[Manifest]) -> None:
 
 def agreeing(manifests: Iterable[Manifest]) -> Iterator[Manifest]:
     """The same manifests, one by one. Raises as `check_agreement`, at the end at the latest."""
-    digests: dict[Ranks, tuple[int, str]] = {}
-    written: dict[tuple[str, str], int] = {}
-    whole: dict[tuple[str, str], int] = {}
+    digests: dict[Ranges, tuple[int, str]] = {}
+    tables: dict[tuple[Ranges, int], Table] = {}  # by the set, and the rank that describes it
+    written: Counter[tuple[Ranges, int, Ranges]] = Counter()  # bytes of each of these tensors
     for manifest in manifests:
         for files in manifest.sets:
             first, digest = digests.setdefault(files.ranks, (manifest.rank, files.digest))
@@ -396,17 +394,37 @@ def agreeing(manifests: Iterable[Manifest]) -> Iterator[Manifest]:
                     f"what ranks {list(files.ranks)} save together. If parts of the model exist "
                     "on some ranks only, name them with rank_local="
                 )
-        for chunk in manifest.chunks:
-            # A set of its own for every name: ranks without knowledge of each other may hold
-            # the same tensor twice, in different files.
-            key = (chunk.file if chunk.offset is None else "", chunk.tensor.name)
-            written[key] = written.get(key, 0) + chunk.nbytes
-            whole[key] = chunk.tensor.nbytes
+            describes = manifest.rank if files.tensors else files.ranks[0]
+            if files.tensors:
+                tables[files.ranks, describes] = files.tensors
+            for group in files.groups:
+                written[files.ranks, describes, group.tensors] += group.box_bytes
         yield manifest
-    for (_, name), nbytes in written.items():
-        total = whole[_, name]
-        if nbytes != total:
-            raise CheckpointError(f"'{name}': the ranks wrote {nbytes} of {total} bytes")
+    _check_all_written(tables, written)
+
+
+def _check_all_written(
+    tables: dict[tuple[Ranges, int], Table], written: dict[tuple[Ranges, int, Ranges], int]
+) -> None:
+    """Compare with the sizes of tensors. (Each set of ranks writes all of its own: ranks without
+    knowledge of each other may hold the same tensor, in different files.)"""
+    left = {
+        (ranks, info.name): info.nbytes for (ranks, _), table in tables.items() for _, info in table
+    }
+    whole = dict(left)
+    for (ranks, describes, positions), nbytes in written.items():
+        table = tables.get((ranks, describes), ())
+        for position in positions:
+            if position >= len(table):
+                raise CheckpointError(
+                    f"The manifest of rank {describes} does not describe what ranks {list(ranks)} "
+                    "save together"
+                )
+            left[ranks, table[position][1].name] -= nbytes
+    for (ranks, name), nbytes in left.items():
+        if nbytes:
+            total = whole[ranks, name]
+            raise CheckpointError(f"'{name}': the ranks wrote {total - nbytes} of {total} bytes")
 
 
 def sweep(disk: Disk, root: Path, *, grace_s: float, nonce: str = "") -> list[str]:

@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import json
-import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...dtensor.boxes import Box
+from ..errors import CheckpointError
 from ..format.checksum import crc32
-from ..format.header import TensorInfo, frame
-from ..format.index import MAGIC, PLACE, STRETCH, TAIL, VERSION, FileInfo, entry_of
-from ..format.manifest import Manifest, digest_of_hf_index, kind_of
-from ..format.ranks import Ranks
+from ..format.header import FileInfo, TensorInfo
+from ..format.index import MAGIC, PLACE, STRETCH, TAIL, VERSION, entry_of
+from ..format.manifest import (
+    Group,
+    Manifest,
+    SetOfFiles,
+    Table,
+    digest_of_hf_index,
+    kind_of,
+)
+from ..format.ranges import Ranges
 from ..format.strict import MAX_SMALL_BYTES
 
 
 @dataclass
 class _Partition:
-    """Tensors of one dtype and shape, and the boxes that ranks wrote of each of them."""
+    """Tensors of one dtype and shape, and the boxes that ranks wrote of each of them.
+
+    Attributes:
+        tensors: their numbers; None for one that other ranks wrote too, and before these.
+    """
 
     number: int
-    tensors: tuple[int, ...]
+    tensors: tuple[int | None, ...]
+    dtype: str
     shape: tuple[int, ...]
     # The rank by its position, which group of its record it is, and the box.
     entries: list[tuple[int, int, Box]] = field(default_factory=list)
@@ -42,12 +54,14 @@ class _Builder:
         self.ranks: list[int] = []
         self.tensors: list[tuple[str, TensorInfo]] = []  # with their kinds, by number
         self.numbers: dict[tuple[str, str], int] = {}
-        self.owners: dict[int, Ranks] = {}
+        self.tables: dict[Ranges, Table] = {}
+        self.owners: dict[int, Ranges] = {}
         # Of a tensor in the files of a set of ranks that holds it whole: the file, and where.
-        self.places: dict[tuple[str, str, Ranks], tuple[str, int]] = {}
-        self.partitions: dict[tuple[int, ...], _Partition] = {}
+        self.places: dict[tuple[str, str, Ranges], tuple[str, int]] = {}
+        # By set and tensors; None for those that other ranks wrote before.
+        self.partition_of: dict[tuple[Ranges, Ranges], _Partition | None] = {}
+        self.partitions: list[_Partition] = []
         self.files: dict[str, FileInfo] = {}
-        self.empty: dict[tuple[str, str], TensorInfo] = {}  # no rank writes a chunk of these
         self.aliases: dict[str, str] = {}
         self.speakers: dict[str | int, int] = {}
 
@@ -58,39 +72,55 @@ class _Builder:
         self.aliases.update(manifest.aliases)
         names = manifest.optimizer_names
         self.speakers.setdefault(manifest.rank if names is None else names, manifest.rank)
-        own = self._add_files(manifest)
-        set_of = {file: s.ranks for s in reversed(manifest.sets) for file in s.sizes}
-        alike: dict[tuple[str, tuple[int, ...], Box, str], list[tuple[int, Any]]] = {}
-        for chunk in manifest.chunks:
-            number = self._number(kind_of(chunk.file), chunk.tensor)
-            ranks = set_of[chunk.file]
-            # Ranks that share no files may have written the same tensor: the first ones count.
-            if self.owners.setdefault(number, ranks) == ranks:
-                file = chunk.file if chunk.file in own else ""
-                key = (file, chunk.tensor.shape, chunk.box, chunk.tensor.dtype)
-                alike.setdefault(key, []).append((number, chunk))
         groups: list[tuple[int, str, int]] = []
         data = bytearray()
-        for (file, shape, box, _), members in alike.items():
-            numbers = tuple([number for number, _ in members])
-            partition = self.partitions.get(numbers)
-            if partition is None:
-                partition = self.partitions[numbers] = _Partition(
-                    len(self.partitions), numbers, shape
-                )
-            partition.entries.append((position, len(groups), box))
-            groups.append((partition.number, file, len(data)))
-            if file:
-                data += struct.pack(f"<{len(members)}Q", *[c.offset for _, c in members])
-            for _, chunk in members:
-                data += struct.pack(f"<{len(chunk.checksums)}I", *chunk.checksums)
+        for files in manifest.sets:
+            if files.tensors:
+                self.tables[files.ranks] = files.tensors
+            self._find_places(files)
+            for group in files.groups:
+                partition = self._partition(files.ranks, group)
+                if partition is not None:
+                    partition.entries.append((position, len(groups), group.box))
+                    groups.append((partition.number, group.file, len(data)))
+                    data += group.offsets + group.checksums
+        own = {f: info for s in manifest.sets if not s.whole for f, info in s.files.items()}
         content = {"files": own, "small_files": manifest.small_files, "groups": groups}
         return json.dumps(content, separators=(",", ":")).encode() + b"\n" + data
 
+    def _partition(self, ranks: Ranges, group: Group) -> _Partition | None:
+        key = ranks, group.tensors
+        if key not in self.partition_of:
+            numbers = tuple([self._number_in(ranks, each) for each in group.tensors])
+            partition = _Partition(len(self.partitions), numbers, group.dtype, group.shape)
+            owned = set(numbers) != {None}
+            self.partition_of[key] = partition if owned else None
+            self.partitions += [partition] * owned
+        found = self.partition_of[key]
+        if found is not None and (found.dtype, found.shape) != (group.dtype, group.shape):
+            raise CheckpointError(
+                f"Ranks disagree on the dtype and shape of tensors: {found.dtype} of shape "
+                f"{found.shape}, and {group.dtype} of shape {group.shape}"
+            )
+        return found
+
+    def _number_in(self, ranks: Ranges, position: int) -> int | None:
+        """The number of a tensor that these ranks wrote; None if other ranks did before."""
+        table = self.tables.get(ranks, ())
+        if position >= len(table):
+            raise CheckpointError(
+                f"The manifest of rank {ranks[0]} does not describe what it saves with others"
+            )
+        where, tensor = table[position]
+        number = self._number(kind_of(where), tensor)
+        return number if self.owners.setdefault(number, ranks) == ranks else None
+
     def rows(self) -> list[list[Any]]:
         """What the contents say of each tensor."""
-        for (kind, _), tensor in self.empty.items():
-            self._number(kind, tensor)  # last: another rank may have one of the name with bytes
+        # Last those without bytes: another rank may have one of the name with bytes.
+        for where, tensor in itertools.chain(*self.tables.values()):
+            if not tensor.nbytes:
+                self._number(kind_of(where), tensor)
         files = {file: number for number, file in enumerate(self.files)}
         found: list[list[Any]] = []
         for number, (kind, tensor) in enumerate(self.tensors):
@@ -107,28 +137,14 @@ class _Builder:
             self.tensors.append((kind, tensor))
         return number
 
-    def _add_files(self, manifest: Manifest) -> dict[str, FileInfo]:
-        """Note shared files and what is in them; returns the files of this rank alone."""
-        own = {}
-        for files in manifest.sets:
-            for file, header in files.headers.items():
-                framed = frame(header)
-                sha256 = hashlib.sha256(framed).hexdigest()
-                info = FileInfo(files.sizes[file], len(framed), sha256)
-                if files.whole:
-                    self.files[file] = info
-                else:
-                    own[file] = info
-                for name, entry in json.loads(header).items():
-                    if name == "__metadata__":
-                        continue
-                    if files.whole:
-                        place = file, len(framed) + entry["data_offsets"][0]
-                        self.places[kind_of(file), name, files.ranks] = place
-                    if entry["data_offsets"][0] == entry["data_offsets"][1]:
-                        tensor = TensorInfo(name, entry["dtype"], tuple(entry["shape"]))
-                        self.empty.setdefault((kind_of(file), name), tensor)
-        return own
+    def _find_places(self, files: SetOfFiles) -> None:
+        """Remember files that ranks write together, and where tensors lie in them."""
+        for file, header in files.headers.items():
+            self.files[file] = info = files.files[file]
+            for name, entry in json.loads(header).items():
+                if name != "__metadata__":
+                    place = file, info.header_bytes + entry["data_offsets"][0]
+                    self.places[kind_of(file), name, files.ranks] = place
 
 
 class TooLarge(Exception):
@@ -161,7 +177,7 @@ def index_parts(
         yield record
     assert first is not None
     partitions = []
-    for partition in builder.partitions.values():
+    for partition in builder.partitions:
         listed, stretches = _listed(partition, at)
         partitions.append(listed)
         at += len(stretches)
@@ -172,7 +188,7 @@ def index_parts(
         {
             "nonce": first.nonce,
             "name": first.name,
-            "ranks": Ranks.of(builder.ranks).listed(),
+            "ranks": Ranges.of(builder.ranks).listed(),
             "speakers": list(builder.speakers.values()),
             "aliases": builder.aliases,
             "hf_index_sha256": None if index is None else digest_of_hf_index(json.loads(index)),

@@ -23,7 +23,7 @@ from ...common.versions import __version__
 from ..errors import CheckpointError
 from ..format.disk import Disk
 from ..format.manifest import FOLDER, Manifest, own_name, state_name
-from ..format.ranks import Ranks
+from ..format.ranges import Ranges
 from ..format.small_state import digest_of_names
 from ..format.strict import small_limit
 from ..format.tensors import LocalBytes
@@ -117,7 +117,7 @@ class SaveJob:
                 self.disk, self.plan, read, self.progress, num_threads=self.options.num_threads
             )
             with self.attempt.folder() as staging:
-                chunks = writer.write(staging)
+                checksums = writer.write(staging)
                 with self.disk.directory(FOLDER, staging) as folder:
                     small = write_small_files(self.disk, self.captured, self.rank, folder)
             # Last, when all of this rank's data is on disk: from the moment the last marker is
@@ -127,9 +127,8 @@ class SaveJob:
                     nonce=self.attempt.nonce,
                     name=self.attempt.name,
                     rank=self.rank,
-                    ranks=Ranks.of(self.ranks),
-                    sets=self.plan.sets,
-                    chunks=chunks,
+                    ranks=Ranges.of(self.ranks),
+                    sets=self.plan.recorded(checksums),
                     aliases=self.captured.aliases,
                     small_files=small,
                     writer=describe_writer(),

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...dtensor.boxes import Box, run_numel, run_offsets
 from ..format.checksum import crc32
 from ..format.disk import Disk
-from ..format.header import FilePlan, TensorInfo, plan_file, plan_files
-from ..format.manifest import BLOCK_BYTES, Chunk, SetOfFiles, TensorPart
-from ..format.ranks import Ranks
+from ..format.header import FilePlan, TensorInfo, frame, plan_file, plan_files
+from ..format.manifest import BLOCK_BYTES, Group, SetOfFiles, TensorPart
+from ..format.ranges import Ranges
 
 PIECE_BYTES = 4 * BLOCK_BYTES  # per task: still in cache when it is written after its checksum
 SYNC_BYTES = 64 << 20  # the disk is told to start after every so many bytes
@@ -31,17 +32,19 @@ MAX_FILE_BYTES = 5_000_000_000
 
 @dataclass(frozen=True)
 class PlannedChunk:
-    """Bytes to write: a box of a tensor, and where the tensor (or the box alone) is in a file."""
+    """Bytes to write: a box of a tensor, and where the tensor (or the box alone) is in a file.
+
+    Attributes:
+        position: of the tensor in the table of its set; ``set_number``: which of the plan's sets.
+        whole: whether the file holds the whole tensor; otherwise this box alone.
+    """
 
     part: TensorPart
+    set_number: int
+    position: int
     file: str
     offset: int
-    whole: bool  # the file holds the whole tensor; otherwise this box alone
-
-    def written(self, checksums: Iterable[int]) -> Chunk:
-        """What the manifest records of it."""
-        offset = None if self.whole else self.offset
-        return Chunk(self.part.tensor, self.file, self.part.box, offset, tuple(checksums))
+    whole: bool
 
     def runs(self) -> tuple[int, list[int]]:
         """Length of the contiguous runs, and their offsets in the file, in bytes."""
@@ -56,14 +59,52 @@ class PlannedChunk:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What one rank writes in a save."""
+    """What one rank writes in a save.
+
+    Attributes:
+        sets: without groups, which `recorded` adds.
+        headers: of this rank's own files. The rank that commits writes those of the others.
+    """
 
     sets: tuple[SetOfFiles, ...]
     chunks: tuple[PlannedChunk, ...]
+    headers: dict[str, str]
 
     @property
     def nbytes(self) -> int:
         return sum(c.part.box.numel * c.part.tensor.itemsize for c in self.chunks)
+
+    def recorded(self, checksums: Iterable[Iterable[int]]) -> tuple[SetOfFiles, ...]:
+        """What the manifest says of it.
+
+        Args:
+            checksums: of each chunk those of its blocks.
+        """
+        alike: list[dict[object, list[tuple[PlannedChunk, Iterable[int]]]]]
+        alike = [{} for _ in self.sets]
+        for chunk, sums in zip(self.chunks, checksums, strict=True):
+            tensor, box = chunk.part.tensor, chunk.part.box
+            key = ("" if chunk.whole else chunk.file, tensor.dtype, tensor.shape, box)
+            alike[chunk.set_number].setdefault(key, []).append((chunk, sums))
+        return tuple(
+            replace(files, groups=tuple(map(_group, groups.values())))
+            for files, groups in zip(self.sets, alike, strict=True)
+        )
+
+
+def _group(members: list[tuple[PlannedChunk, Iterable[int]]]) -> Group:
+    first, _ = members[0]
+    sums = [crc for _, of_chunk in members for crc in of_chunk]
+    offsets = [] if first.whole else [chunk.offset for chunk, _ in members]
+    return Group(
+        file="" if first.whole else first.file,
+        dtype=first.part.tensor.dtype,
+        shape=first.part.tensor.shape,
+        box=first.part.box,
+        tensors=Ranges.of([chunk.position for chunk, _ in members]),
+        offsets=struct.pack(f"<{len(offsets)}Q", *offsets),
+        checksums=struct.pack(f"<{len(sums)}I", *sums),
+    )
 
 
 def plan_save(
@@ -82,7 +123,8 @@ def plan_save(
         layout: "shared": every rank writes its ranges of the final files; "per-rank": it writes
             files of its own; "auto": shared, unless that would mean very many small ranges.
     """
-    sets, chunks = [], []
+    sets: list[SetOfFiles] = []
+    chunks, headers = [], {}
     for members in dict.fromkeys(part.ranks for part in parts):
         own = [part for part in parts if part.ranks == members]
         shared = layout == "shared" or (layout == "auto" and _suits_shared_files(own))
@@ -90,23 +132,31 @@ def plan_save(
             files = _shared_files(own, members, ranks, max_file_bytes)
         else:
             files = _files_of_rank(own, rank, ranks)
-        leads = rank == members[0] or not shared
-        sets.append(
-            SetOfFiles(
-                Ranks.of(members),
-                {file: plan.size for file, plan in files.items()},
-                shared,
-                _digest(files) if shared else _digest_of_tensors(own),
-                {file: plan.header for file, plan in files.items()} if leads else {},
-            )
-        )
+        texts = {file: plan.header for file, plan in files.items()}
+        if not shared:
+            headers.update(texts)
         places = {(f[:5], t.name): f for f, plan in files.items() for t in plan.tensors}
-        for part in own:
+        for position, part in enumerate(own):
             if part.writes and part.box.numel:
                 file = places[part.kind, part.tensor.name]
                 offset = files[file].offsets[part.tensor.name]
-                chunks.append(PlannedChunk(part, file, offset, shared))
-    return SavePlan(tuple(sets), tuple(chunks))
+                chunks.append(PlannedChunk(part, len(sets), position, file, offset, shared))
+        table = [
+            (places[part.kind, part.tensor.name] if shared else part.kind, part.tensor)
+            for part in own
+            if rank == members[0]
+        ]
+        sets.append(
+            SetOfFiles(
+                Ranges.of(members),
+                {file: plan.info for file, plan in files.items()},
+                shared,
+                _digest(files) if shared else _digest_of_tensors(own),
+                texts if shared and rank == members[0] else {},
+                tuple(table),
+            )
+        )
+    return SavePlan(tuple(sets), tuple(chunks), headers)
 
 
 def _suits_shared_files(parts: Sequence[TensorPart]) -> bool:
@@ -227,9 +277,14 @@ class Writer:
         self.num_threads = num_threads
         self._fds: dict[str, int] = {}
 
-    def write(self, staging: int) -> tuple[Chunk, ...]:
-        """Write and fsync everything; returns the chunks with their checksums."""
-        sizes = {file: size for s in self.plan.sets for file, size in s.sizes.items()}
+    def write(self, staging: int) -> list[list[int]]:
+        """Write and fsync everything; returns the checksums of each chunk.
+
+        A file of its final size whose ranges were never written reads as valid zeros. So headers,
+        without which no reader accepts it, are written when the data is durable: those of this
+        rank's own files here, the others by the rank that commits.
+        """
+        sizes = {file: info.size for s in self.plan.sets for file, info in s.files.items()}
         pool = ThreadPoolExecutor(max_workers=self.num_threads)
         syncing = ThreadPoolExecutor(max_workers=1)
         try:
@@ -241,7 +296,7 @@ class Writer:
                 for start, stop, ranges in _pieces(chunk):
                     pieces.append(_submit(pool, self._write_piece, chunk, start, stop, ranges))
                     since_sync += stop - start
-                results.append((chunk, pieces))
+                results.append(pieces)
                 if since_sync >= SYNC_BYTES:
                     since_sync = 0
                     # Only an early start. Pieces that are written later are made durable by the
@@ -249,20 +304,20 @@ class Writer:
                     wait_for = pieces[-1]
                     syncs.append(_submit(syncing, self._sync_after, wait_for, chunk.file))
             # `result` raises what went wrong in a thread: no failed write may go unnoticed.
-            done = [
-                (chunk, [crc for piece in pieces for crc in piece.result()])
-                for chunk, pieces in results
-            ]
+            checksums = [[crc for piece in pieces for crc in piece.result()] for pieces in results]
             for sync in syncs:
                 sync.result()
             for file, fd in self._fds.items():
                 self.disk.sync(fd, file)
+            for file, header in self.plan.headers.items():
+                self.disk.write_at(self._fds[file], frame(header), 0, f"header of {file}")
+                self.disk.sync(self._fds[file], file)
         finally:
             pool.shutdown(cancel_futures=True)
             syncing.shutdown(cancel_futures=True)
             for fd in self._fds.values():
                 self.disk.close(fd)
-        return tuple(chunk.written(checksums) for chunk, checksums in done)
+        return checksums
 
     def _write_piece(
         self, chunk: PlannedChunk, start: int, stop: int, ranges: list[tuple[int, int]]

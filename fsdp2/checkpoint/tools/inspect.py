@@ -183,7 +183,7 @@ def describe(source: Source, steps: list[int] | None = None) -> Summary:
         manifests = list(source.manifests.values())
         match = STEP.fullmatch(manifests[0].name)
         summary.step = int(match[1]) if match else None
-        whole = {chunk.offset is None for m in manifests for chunk in m.chunks}
+        whole = {files.whole for m in manifests for files in m.sets if files.groups}
         summary.layout = "mixed" if len(whole) > 1 else "per-rank" if False in whole else "shared"
         summary.ranks = list(manifests[0].ranks)
         for key in dict.fromkeys(key for m in manifests for key in m.writer):
@@ -239,7 +239,7 @@ class Verified:
 
 def bytes_to_check(source: Source) -> int:
     """How many bytes `check` will report to ``on_bytes``."""
-    return sum(chunk.nbytes for m in source.manifests.values() for chunk in m.chunks)
+    return sum(group.nbytes for m in source.manifests.values() for group in m.groups)
 
 
 def check(source: Source, on_bytes: OnBytes = None) -> Verified:
@@ -265,7 +265,9 @@ def check(source: Source, on_bytes: OnBytes = None) -> Verified:
     return Verified(
         checksums=True,
         num_tensors=num_tensors,
-        num_blocks=sum(len(c.checksums) for m in source.manifests.values() for c in m.chunks),
+        num_blocks=sum(
+            len(group.checksums) // 4 for m in source.manifests.values() for group in m.groups
+        ),
         num_files=len(_all_files(source)),
         nbytes=num_bytes,
         seconds=time.monotonic() - start,
@@ -275,14 +277,13 @@ def check(source: Source, on_bytes: OnBytes = None) -> Verified:
 def _every_chunk(source: Source) -> Iterator[tuple[Stored, Box]]:
     """Each chunk as a separate tensor, including chunks with the same contents as others."""
     headers: dict[str, Header] = {}
-    for manifest in source.manifests.values():
-        for chunk in manifest.chunks:
-            if chunk.file not in headers:
-                headers[chunk.file] = source.read_header(chunk.file)
-            offset = headers[chunk.file].offsets.get(chunk.tensor.name)
-            if offset is None:
-                raise CorruptCheckpoint(
-                    f"{source.path}/{chunk.file}: tensor '{chunk.tensor.name}' is missing"
-                )
-            box = Box.whole(chunk.tensor.shape) if chunk.offset is None else chunk.box
-            yield Stored(chunk.tensor, [Extent(chunk.file, box, offset)], [chunk]), chunk.box
+    for _, chunk in source.chunks():
+        if chunk.file not in headers:
+            headers[chunk.file] = source.read_header(chunk.file)
+        offset = headers[chunk.file].offsets.get(chunk.tensor.name)
+        if offset is None:
+            raise CorruptCheckpoint(
+                f"{source.path}/{chunk.file}: tensor '{chunk.tensor.name}' is missing"
+            )
+        box = Box.whole(chunk.tensor.shape) if chunk.offset is None else chunk.box
+        yield Stored(chunk.tensor, [Extent(chunk.file, box, offset)], [chunk]), chunk.box

@@ -10,10 +10,10 @@ from typing_extensions import override
 
 from .strict import Check
 
-MAX_RANKS = 1 << 20  # of one save: far more than there are, and few enough for memory
+MAX_LISTED = 1 << 20  # of one save: far more than there are, and few enough for memory
 
 
-class Ranks(Sequence[int]):
+class Ranges(Sequence[int]):
     """Numbers in a given order, as ranges; equal if the numbers and their order are."""
 
     def __init__(self, ranges: tuple[range, ...]) -> None:
@@ -21,9 +21,9 @@ class Ranks(Sequence[int]):
         self._len = sum(map(len, ranges))
 
     @staticmethod
-    def of(numbers: Iterable[int]) -> Ranks:
+    def of(numbers: Iterable[int]) -> Ranges:
         """The same numbers: as few ranges as one finds from the first number on."""
-        if isinstance(numbers, Ranks):
+        if isinstance(numbers, Ranges):
             return numbers
         numbers, ranges, at = list(numbers), list[range](), 0
         while at < len(numbers):
@@ -34,7 +34,7 @@ class Ranks(Sequence[int]):
             last = numbers[stop - 1]
             ranges.append(range(first, last + 1, step if last > first else 1))
             at = stop
-        return Ranks(tuple(ranges))
+        return Ranges(tuple(ranges))
 
     def listed(self) -> list[list[int]]:
         """As JSON: first, last and step of each range."""
@@ -83,7 +83,7 @@ class Ranks(Sequence[int]):
 
     @override
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Ranks) and self.ranges == other.ranges
+        return isinstance(other, Ranges) and self.ranges == other.ranges
 
     @override
     def __hash__(self) -> int:
@@ -91,7 +91,7 @@ class Ranks(Sequence[int]):
 
     @override
     def __repr__(self) -> str:
-        return f"Ranks({', '.join(map(_shown, self.ranges))})"
+        return f"Ranges({', '.join(map(_shown, self.ranges))})"
 
 
 def _shown(numbers: range) -> str:
@@ -100,28 +100,28 @@ def _shown(numbers: range) -> str:
 
 
 @lru_cache(64)  # all manifests of a checkpoint name the same
-def _of_ranges(rows: tuple[tuple[int, ...], ...]) -> Ranks | None:
-    """What `Ranks.listed` gave these rows for; None if it never does."""
+def _of_ranges(rows: tuple[tuple[int, ...], ...]) -> Ranges | None:
+    """What `Ranges.listed` gave these rows for; None if it never does."""
     if any(len(row) != 3 or row[0] > row[1] or not row[2] for row in rows):
         return None
-    if sum((last - first) // step + 1 for first, last, step in rows) > MAX_RANKS:
+    if sum((last - first) // step + 1 for first, last, step in rows) > MAX_LISTED:
         return None
-    ranks = Ranks.of(
+    ranks = Ranges.of(
         number for first, last, step in rows for number in range(first, last + 1, step)
     )
     distinct = len(set(ranks)) == len(ranks)
     return ranks if distinct and ranks.listed() == list(map(list, rows)) else None
 
 
-def parsed_ranks(value: object, name: str, check: Check) -> Ranks:
-    """Ranks as `Ranks.listed` gives them, or as a list of all, as in manifests of version 1.
+def parsed_ranges(value: object, name: str, check: Check) -> Ranges:
+    """Ranks as `Ranges.listed` gives them, or as a list of all, as in manifests of version 1.
 
     Raises:
         CorruptCheckpoint: if they are neither.
     """
     rows = check.items(value, name)
     if rows and type(rows[0]) is int:
-        ranks = Ranks.of(check.numbers(rows, name))
+        ranks = Ranges.of(check.numbers(rows, name))
         return ranks if len(set(ranks)) == len(ranks) else _refuse(rows, name, check)
     return _of_ranges(tuple(check.numbers(row, name) for row in rows)) or _refuse(rows, name, check)
 

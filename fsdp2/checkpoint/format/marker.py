@@ -1,0 +1,177 @@
+"""A manifest as the bytes of a rank's marker.
+
+Two lines of JSON. The second holds the checksum of the first, so that a damaged manifest is
+detected too.
+"""
+
+from __future__ import annotations
+
+import binascii
+import hashlib
+import json
+from typing import Any
+
+from ...dtensor.boxes import Box
+from ..errors import CorruptCheckpoint
+from .header import TensorInfo, parse_json
+from .manifest import BLOCK_BYTES, Group, Manifest, SetOfFiles
+from .ranges import parsed_ranges
+from .strict import Check, converted
+from .version1 import sets_of_version_1
+
+VERSION = 2
+
+
+def dump(manifest: Manifest) -> bytes:
+    """Encode a manifest as the bytes of a marker file."""
+    content = {
+        "format": "fsdp2-checkpoint",
+        "version": VERSION,
+        "nonce": manifest.nonce,
+        "name": manifest.name,
+        "rank": manifest.rank,
+        "ranks": manifest.ranks.listed(),
+        "sets": [_listed(files) for files in manifest.sets],
+        "aliases": manifest.aliases,
+        "small_files": manifest.small_files,
+        "writer": manifest.writer,
+        "optimizer_names": manifest.optimizer_names,
+        # Offsets and checksums of all groups.
+        "numbers": binascii.b2a_base64(
+            b"".join(group.offsets + group.checksums for group in manifest.groups), newline=False
+        ).decode(),
+    }
+    line = json.dumps(content, separators=(",", ":")).encode()
+    return line + b'\n{"sha256":"' + hashlib.sha256(line).hexdigest().encode() + b'"}\n'
+
+
+def _listed(files: SetOfFiles) -> dict[str, Any]:
+    return {
+        "ranks": files.ranks.listed(),
+        "files": files.files,
+        "whole": files.whole,
+        "digest": files.digest,
+        "headers": files.headers,
+        "tensors": [[where, *info] for where, info in files.tensors],
+        "groups": [
+            [g.file, g.dtype, g.shape, g.box.start, g.box.shape, g.tensors.listed()]
+            for g in files.groups
+        ],
+    }
+
+
+def load(data: bytes, file: str) -> Manifest:
+    """The inverse of `dump`.
+
+    Raises:
+        CorruptCheckpoint: if ``data`` is not what `dump` returned.
+    """
+    line, _, rest = data.partition(b"\n")
+    check = Check(f"{file}: not a manifest")
+    signature = check.table(parse_json(rest, f"{check.what}: it"), "the checksum")
+    if signature.get("sha256") != hashlib.sha256(line).hexdigest():
+        raise CorruptCheckpoint(f"{file}: the checksum of the manifest is wrong")
+    content = check.table(parse_json(line, f"{check.what}: it"), "the content")
+    kind, version = content.get("format"), content.get("version")
+    if kind != "fsdp2-checkpoint" or type(version) is not int or version > VERSION:
+        raise CorruptCheckpoint(
+            f"{file}: format {str(kind)[:40]!r} version {str(version)[:40]}: this fsdp2 reads up "
+            f"to version {VERSION}"
+        )
+    # The checksum tells damage. An attacker's is right: so the kind of every value is checked.
+    return converted(check.what, lambda: _parsed(content, check))
+
+
+def _parsed(content: dict[str, Any], check: Check) -> Manifest:
+    sets = sets_of_version_1 if content["version"] == 1 else _parsed_sets
+    names = content.get("optimizer_names")
+    return Manifest(
+        nonce=check.text(content["nonce"], "nonce"),
+        name=check.text(content["name"], "name"),
+        rank=check.number(content["rank"], "rank"),
+        ranks=parsed_ranges(content["ranks"], "ranks", check),
+        sets=sets(content, check),
+        aliases=check.texts(content["aliases"], "aliases"),
+        small_files={
+            check.file_name(name, "small_files"): digest
+            for name, digest in check.texts(content["small_files"], "small_files").items()
+        },
+        writer={
+            key: value if isinstance(value, str | int | float) else f"a {type(value).__name__}"
+            for key, value in check.table(content["writer"], "writer").items()
+        },
+        optimizer_names=None if names is None else check.text(names, "optimizer_names"),
+    )
+
+
+class _Numbers:
+    """The offsets and checksums of all groups, one after the other."""
+
+    def __init__(self, data: bytes, check: Check) -> None:
+        self._data = data
+        self._check = check
+        self._at = 0
+
+    def next(self, num_bytes: int) -> bytes:
+        begin = self._at
+        self._at += num_bytes
+        if self._at > len(self._data):
+            raise self._check.bad("numbers", f"{len(self._data)} bytes")
+        return self._data[begin : self._at]
+
+    def check_all_read(self) -> None:
+        if self._at != len(self._data):
+            raise self._check.bad("numbers", f"{len(self._data)} bytes")
+
+
+def _parsed_sets(content: dict[str, Any], check: Check) -> tuple[SetOfFiles, ...]:
+    text = check.text(content["numbers"], "numbers")
+    numbers = _Numbers(binascii.a2b_base64(text, strict_mode=True), check)
+    sets = tuple([_parsed_set(s, numbers, check) for s in check.items(content["sets"], "sets")])
+    numbers.check_all_read()
+    return sets
+
+
+def _parsed_set(value: Any, numbers: _Numbers, check: Check) -> SetOfFiles:
+    value = check.table(value, "a set of files")
+    files = check.files(value["files"])
+    headers = check.texts(value["headers"], "headers")
+    if not headers.keys() <= files.keys():
+        raise check.bad("headers", "of other files")
+    whole = value["whole"]
+    if type(whole) is not bool:
+        raise check.bad("whole", whole)
+    places = files.keys() if whole else {"model", "optim"}
+    rows = check.items(value["tensors"], "tensors")
+    groups = check.items(value["groups"], "groups")
+    return SetOfFiles(
+        ranks=parsed_ranges(value["ranks"], "ranks of a set", check),
+        files=files,
+        whole=whole,
+        digest=check.text(value["digest"], "digest"),
+        headers=headers,
+        tensors=tuple([_parsed_tensor(row, places, check) for row in rows]),
+        groups=tuple([_parsed_group(g, {""} if whole else files, numbers, check) for g in groups]),
+    )
+
+
+def _parsed_tensor(row: Any, places: Any, check: Check) -> tuple[str, TensorInfo]:
+    where, name, dtype, shape = check.items(row, "a tensor")
+    if where not in places:
+        raise check.bad(f"the file of {name!r}", where)
+    return where, check.tensor(name, dtype, shape)
+
+
+def _parsed_group(row: Any, files: Any, numbers: _Numbers, check: Check) -> Group:
+    file, dtype, shape, start, box_shape, tensors = check.items(row, "a group")
+    if file not in files:
+        raise check.bad("the file of a group", file)
+    info = check.tensor("a group", dtype, shape)
+    box = Box(check.numbers(start, "start of a box"), check.numbers(box_shape, "shape of a box"))
+    if not box.within(info.shape) or not box.numel:
+        raise check.bad("a box of a group", f"{box} in {info.shape}")
+    positions = parsed_ranges(tensors, "the tensors of a group", check)
+    num_blocks = -(-box.numel * info.itemsize // BLOCK_BYTES)
+    offsets = numbers.next(8 * len(positions) if file else 0)
+    checksums = numbers.next(4 * len(positions) * num_blocks)
+    return Group(file, dtype, info.shape, box, positions, offsets, checksums)
