@@ -76,7 +76,7 @@ def _commit(root: Path, n: int) -> tuple[Counted, Counted]:
             committed = attempt.commit()
     assert not committed
     with counting(counted):
-        committed = attempt.commit()
+        committed = attempt_of(root, 0, tuple(range(n))).commit()  # not one that has waited
     assert committed
     counted["bytes beside data files"] = bytes_beside(root)
     return waiting, counted

@@ -11,7 +11,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 _PAUSE_S = 0.1  # after an error: a turn that fails at once must not keep a core busy
 
@@ -55,3 +57,17 @@ def tell(error: BaseException, note: str) -> None:
         threading.excepthook(
             threading.ExceptHookArgs((type(error), error, error.__traceback__, thread))
         )
+
+
+def submit(pool: ThreadPoolExecutor, call: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Run ``call`` in a thread of ``pool``; in this thread if the interpreter is exiting and only
+    waits for this one, because pools then refuse tasks and no thread can be started."""
+    try:
+        return pool.submit(call, *args)
+    except RuntimeError:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(call(*args))
+        except BaseException as error:
+            done.set_exception(error)
+        return done

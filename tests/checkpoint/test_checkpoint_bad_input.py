@@ -5,7 +5,6 @@ Also here: values that must come back bit for bit, and code that must never run.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -26,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from checkpoint_cases import Tied, adamw, assert_equal_bits, build, train, whole_state
 from fsdp2.checkpoint import Checkpointer, CheckpointNotFound, CorruptCheckpoint, load_model
 from fsdp2.checkpoint.format.header import ALIGN_BYTES
+from fsdp2.checkpoint.format.marker import signed
 from fsdp2.checkpoint.loading import fill
 from harness import ours_only, run_on
 
@@ -235,7 +235,8 @@ DAMAGE: dict[str, Callable[[Path], list[str]]] = {
     "metadata": header(first_entry('"pt"', '"tp"'), WRONG),
     "padding": header(lambda text: text.rstrip() + "\n", WRONG),
     "no manifest at all": no_manifest,
-    "manifest cut": rewrite(MANIFEST, lambda data: data[:-20], "not a manifest"),
+    "manifest cut": rewrite(MANIFEST, lambda data: data[:-20], "checksum", "is wrong"),
+    "manifest of a line": rewrite(MANIFEST, lambda data: data.split(b"\n")[0], "not a manifest"),
     "manifest empty": rewrite(MANIFEST, lambda data: b"", "not a manifest"),
     "manifest edited": rewrite(
         MANIFEST, lambda data: data.replace(b'"rank":0', b'"rank":1', 1), "checksum", "is wrong"
@@ -310,23 +311,19 @@ def test_a_manifest_of_a_rank_is_missing(
                 assert total > sum(sizes) - len(sizes) * (ALIGN_BYTES + 1)
 
 
-def signed(line: bytes) -> bytes:
-    """A manifest with a checksum that is right."""
-    return line + b'\n{"sha256":"' + hashlib.sha256(line).hexdigest().encode() + b'"}\n'
-
-
 def test_a_file_that_is_in_no_set(originals: Any, tmp_path: Path) -> None:
     """Nothing that fsdp2 wrote, but the checksums are right."""
     shutil.copytree(originals(2), tmp_path, dirs_exist_ok=True)
     without_index(tmp_path / STEP)
     for path in (tmp_path / STEP / ".fsdp2").glob("rank-*.json"):
-        content = json.loads(path.read_bytes().partition(b"\n")[0])
+        line, _, numbers = path.read_bytes().split(b"\n", 2)
+        content = json.loads(line)
         for tensor in content["sets"][0]["tensors"]:
             tensor[0] = "model-elsewhere.safetensors"
-        path.write_bytes(signed(json.dumps(content, separators=(",", ":")).encode()))
+        path.write_bytes(signed(json.dumps(content).encode(), numbers))
     for said in run_on(2, attempts, str(tmp_path), True):
         for message in said:
-            assert "the file of 'scale' cannot be 'model-elsewhere.safetensors'" in message
+            assert "the file of 'empty' cannot be 'model-elsewhere.safetensors'" in message
 
 
 @pytest.mark.parametrize("how", ["another step", "another run"])
@@ -339,7 +336,8 @@ def test_manifests_of_different_saves(originals: Any, tmp_path: Path, how: str) 
     name = ".fsdp2/rank-00001-of-00002.json"
     manifest = (other / f"step-00000{again}" / name).read_bytes()
     if how == "another run":
-        manifest = signed(manifest.partition(b"\n")[0].replace(b'"nonce":"', b'"nonce":"ffff'))
+        line, _, numbers = manifest.split(b"\n", 2)
+        manifest = signed(line.replace(b'"nonce":"', b'"nonce":"ffff'), numbers)
     (tmp_path / STEP / name).write_bytes(manifest)
     for said in run_on(2, attempts, str(tmp_path), True):
         assert all("manifests of ranks 0 and 1 are of different saves" in m for m in said)

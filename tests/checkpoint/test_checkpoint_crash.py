@@ -28,12 +28,19 @@ from fsdp2.checkpoint import CheckpointError, CheckpointExists
 from fsdp2.checkpoint.format.header import header_length
 from fsdp2.checkpoint.format.manifest import FOLDER, INDEX, marker_name, own_name, state_name
 from fsdp2.checkpoint.loading.opening import open_source
+from fsdp2.checkpoint.saving import attempt
 from fsdp2.checkpoint.saving.job import SaveJob
 from harness import ours_only
 
 pytestmark = ours_only("checkpoints")
 
 LONG = pytest.mark.long
+
+
+@pytest.fixture(autouse=True)
+def all_may_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that have waited do not take turns (`test_checkpoint_waiting` sees to these)."""
+    monkeypatch.setattr(attempt, "TURN_S", 0.0)
 
 
 @pytest.fixture

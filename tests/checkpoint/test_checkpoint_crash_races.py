@@ -30,6 +30,7 @@ from checkpoint_crash import (
 from fsdp2.checkpoint import CheckpointError, CheckpointExists
 from fsdp2.checkpoint.format.disk import Disk
 from fsdp2.checkpoint.format.manifest import FOLDER, marker_name
+from fsdp2.checkpoint.saving import attempt
 from fsdp2.checkpoint.saving.attempt import Attempt, _left, sweep
 from fsdp2.checkpoint.saving.job import SaveJob
 from harness import ours_only
@@ -38,6 +39,12 @@ pytestmark = ours_only("checkpoints")
 
 LONG = pytest.mark.long
 STAGING = f".{NAME}.{nonce(1)}.tmp"
+
+
+@pytest.fixture(autouse=True)
+def all_may_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that have waited do not take turns (`test_checkpoint_waiting` sees to these)."""
+    monkeypatch.setattr(attempt, "TURN_S", 0.0)
 
 
 @pytest.fixture

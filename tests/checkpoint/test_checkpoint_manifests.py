@@ -104,8 +104,8 @@ def test_what_is_written_is_read() -> None:
     manifest = example()
     assert load(dump(manifest), "it") == manifest
     assert [(g.file, list(g.tensors)) for g in manifest.groups] == [
-        ("model-rank-00000.safetensors", [0, 1]),
-        ("model-rank-00000.safetensors", [2]),
+        ("model-rank-00000.safetensors", [1, 2]),
+        ("model-rank-00000.safetensors", [3]),
         (manifest.sets[1].groups[0].file, [0]),
         ("", [0, 1]),
     ]

@@ -10,7 +10,7 @@ from checkpoint_crash import NAME, make_job, run
 from fsdp2.checkpoint import CheckpointError
 from fsdp2.checkpoint.format.disk import Disk
 from fsdp2.checkpoint.format.manifest import FOLDER, marker_name
-from fsdp2.checkpoint.saving.attempt import Attempt
+from fsdp2.checkpoint.saving.attempt import TURN_S, Attempt
 from harness import ours_only
 
 pytestmark = ours_only("checkpoints")
@@ -73,6 +73,45 @@ def test_a_rank_that_gave_up_is_seen_at_once(tmp_path: Path) -> None:
     made[9].give_up("no space")
     with pytest.raises(CheckpointError, match="rank 9 gave up: no space"):
         made[0].commit()
+
+
+def test_of_ranks_that_wait_one_at_a_time_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that marks last dies when it commits. Thousands would read thousands of manifests."""
+    clock = [100.0]
+    monkeypatch.setattr("fsdp2.checkpoint.saving.attempt.time.monotonic", lambda: clock[0])
+    jobs = [make_job(tmp_path, rank, 4) for rank in range(4)]
+    commits: list[int] = []
+    for rank, job in enumerate(jobs):
+        monkeypatch.setattr(
+            job.attempt, "_commit_or_give_up", lambda *_, rank=rank: commits.append(rank)
+        )
+        run(job)
+    assert commits == [3]
+    for _ in range(5):
+        assert not any(job.attempt.commit() for job in jobs[:3])
+    assert commits == [3]
+    waits = TURN_S * 4
+    for rank in range(3):
+        clock[0] = 100 + waits * (rank + 1.1)
+        for job in jobs[: rank + 1]:
+            job.attempt.commit()
+        assert commits[-1] == rank
+        assert rank not in commits[:-1]
+
+
+def test_a_failure_is_seen_while_another_rank_commits(tmp_path: Path) -> None:
+    """As when ranks disagree on what they saved."""
+    jobs = [make_job(tmp_path, rank, 3) for rank in range(3)]
+    jobs[2].attempt._commit_or_give_up = lambda *_: None  # type: ignore[method-assign]
+    for job in jobs:
+        run(job)
+    assert not jobs[0].attempt.commit()
+    with jobs[2].attempt.folder() as staging, jobs[2].disk.directory(FOLDER, staging) as folder:
+        jobs[2].attempt._note_failure(2, "ranks disagree", folder)
+    with pytest.raises(CheckpointError, match="rank 2 gave up: ranks disagree"):
+        jobs[0].attempt.commit()
 
 
 def test_the_last_to_mark_commits_at_its_first_look(tmp_path: Path) -> None:

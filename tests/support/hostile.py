@@ -31,6 +31,7 @@ from checkpoint_cases import Tied, adamw
 from fsdp2.checkpoint import Checkpointer, CheckpointError, load_model
 from fsdp2.checkpoint.checkpointer import peek
 from fsdp2.checkpoint.format.index import PLACE, TAIL
+from fsdp2.checkpoint.format.marker import signed
 
 STEP = "step-000001"
 OWN = ".fsdp2"
@@ -238,8 +239,12 @@ def replace_file(draw: Draw, path: Path, outside: Path) -> None:
 def sign(manifest: Path, line: bytes) -> None:
     """Write a manifest with a checksum that is right, which is read where there is no index."""
     (manifest.parent / "index.fsdp2").unlink(missing_ok=True)
-    digest = hashlib.sha256(line).hexdigest().encode()
-    manifest.write_bytes(line + b'\n{"sha256":"' + digest + b'"}\n')
+    manifest.write_bytes(signed(line, numbers_of(manifest)))
+
+
+def numbers_of(manifest: Path) -> bytes:
+    """What stands behind its lines."""
+    return manifest.read_bytes().split(b"\n", 2)[2]
 
 
 def manifests_of(step: Path) -> list[Path]:

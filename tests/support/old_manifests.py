@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 from fsdp2.checkpoint.format.manifest import Manifest, parse_marker_name, tables_of
-from fsdp2.checkpoint.format.marker import load
+from fsdp2.checkpoint.format.marker import load, signed
 
 FOLDER = ".fsdp2"
 
@@ -19,9 +18,8 @@ def as_version_1(step: Path) -> None:
     paths = [path for path in sorted((step / FOLDER).iterdir()) if parse_marker_name(path.name)]
     manifests = [load(path.read_bytes(), path.name) for path in paths]
     for path, manifest in zip(paths, manifests, strict=True):
-        line = json.dumps(content_of_version_1(step, manifest, manifests)).encode()
-        digest = hashlib.sha256(line).hexdigest().encode()
-        path.write_bytes(line + b'\n{"sha256":"' + digest + b'"}\n')
+        content = content_of_version_1(step, manifest, manifests)
+        path.write_bytes(signed(json.dumps(content).encode()))
     if (index := step / FOLDER / "index.fsdp2").exists():
         index.unlink()
 

@@ -1,12 +1,11 @@
 """A manifest as the bytes of a rank's marker.
 
-Two lines of JSON. The second holds the checksum of the first, so that a damaged manifest is
-detected too.
+Two lines of JSON, and numbers: offsets and checksums of all groups. The second line holds the
+checksum of everything else, so that a damaged manifest is detected too.
 """
 
 from __future__ import annotations
 
-import binascii
 import hashlib
 import json
 from typing import Any
@@ -36,13 +35,21 @@ def dump(manifest: Manifest) -> bytes:
         "small_files": manifest.small_files,
         "writer": manifest.writer,
         "optimizer_names": manifest.optimizer_names,
-        # Offsets and checksums of all groups.
-        "numbers": binascii.b2a_base64(
-            b"".join(group.offsets + group.checksums for group in manifest.groups), newline=False
-        ).decode(),
     }
     line = json.dumps(content, separators=(",", ":")).encode()
-    return line + b'\n{"sha256":"' + hashlib.sha256(line).hexdigest().encode() + b'"}\n'
+    return signed(line, b"".join(group.offsets + group.checksums for group in manifest.groups))
+
+
+def signed(line: bytes, numbers: bytes = b"") -> bytes:
+    """The bytes of a marker whose first line is ``line``."""
+    digest = _digest(line, numbers).encode()
+    return b"".join((line, b'\n{"sha256":"', digest, b'"}\n', numbers))
+
+
+def _digest(line: bytes, numbers: bytes) -> str:
+    digest = hashlib.sha256(line)
+    digest.update(numbers)
+    return digest.hexdigest()
 
 
 def _listed(files: SetOfFiles) -> dict[str, Any]:
@@ -67,9 +74,10 @@ def load(data: bytes, file: str) -> Manifest:
         CorruptCheckpoint: if ``data`` is not what `dump` returned.
     """
     line, _, rest = data.partition(b"\n")
+    second, _, numbers = rest.partition(b"\n")
     check = Check(f"{file}: not a manifest")
-    signature = check.table(parse_json(rest, f"{check.what}: it"), "the checksum")
-    if signature.get("sha256") != hashlib.sha256(line).hexdigest():
+    signature = check.table(parse_json(second, f"{check.what}: it"), "the checksum")
+    if signature.get("sha256") != _digest(line, numbers):
         raise CorruptCheckpoint(f"{file}: the checksum of the manifest is wrong")
     content = check.table(parse_json(line, f"{check.what}: it"), "the content")
     kind, version = content.get("format"), content.get("version")
@@ -79,18 +87,21 @@ def load(data: bytes, file: str) -> Manifest:
             f"to version {VERSION}"
         )
     # The checksum tells damage. An attacker's is right: so the kind of every value is checked.
-    return converted(check.what, lambda: _parsed(content, check))
+    return converted(check.what, lambda: _parsed(content, numbers, check))
 
 
-def _parsed(content: dict[str, Any], check: Check) -> Manifest:
-    sets = sets_of_version_1 if content["version"] == 1 else _parsed_sets
+def _parsed(content: dict[str, Any], numbers: bytes, check: Check) -> Manifest:
+    if content["version"] == 1:
+        sets = sets_of_version_1(content, check)
+    else:
+        sets = _parsed_sets(content, numbers, check)
     names = content.get("optimizer_names")
     return Manifest(
         nonce=check.text(content["nonce"], "nonce"),
         name=check.text(content["name"], "name"),
         rank=check.number(content["rank"], "rank"),
         ranks=parsed_ranges(content["ranks"], "ranks", check),
-        sets=sets(content, check),
+        sets=sets,
         aliases=check.texts(content["aliases"], "aliases"),
         small_files={
             check.file_name(name, "small_files"): digest
@@ -124,9 +135,8 @@ class _Numbers:
             raise self._check.bad("numbers", f"{len(self._data)} bytes")
 
 
-def _parsed_sets(content: dict[str, Any], check: Check) -> tuple[SetOfFiles, ...]:
-    text = check.text(content["numbers"], "numbers")
-    numbers = _Numbers(binascii.a2b_base64(text, strict_mode=True), check)
+def _parsed_sets(content: dict[str, Any], data: bytes, check: Check) -> tuple[SetOfFiles, ...]:
+    numbers = _Numbers(data, check)
     sets = tuple([_parsed_set(s, numbers, check) for s in check.items(content["sets"], "sets")])
     numbers.check_all_read()
     return sets

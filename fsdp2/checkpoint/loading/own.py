@@ -83,11 +83,16 @@ class Indexed(Stored):
     index: Index = field(kw_only=True, repr=False)
     row: Row = field(kw_only=True)
     checked: set[tuple[object, ...]] = field(kw_only=True, repr=False)
+    # The last answer: a load asks first which files it needs, then what to read.
+    _found: tuple[Box, list[tuple[Chunk, Extent]]] | None = field(default=None, repr=False)
 
     @override
     def near(self, box: Box) -> list[tuple[Chunk, Extent]]:
-        if not box.numel:
-            return []
+        if self._found is None or self._found[0] != box:
+            self._found = box, self._find(box) if box.numel else []
+        return self._found[1]
+
+    def _find(self, box: Box) -> list[tuple[Chunk, Extent]]:
         entries = [
             (partition, place, entry)
             for partition, place in self.row.partitions

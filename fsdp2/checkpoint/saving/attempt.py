@@ -8,9 +8,10 @@
     commit()   once all manifests exist: headers, index, rename to <name>
     give_up()  this attempt will never be committed
 
-No rank waits for another. Any rank that finds all manifests commits. Several may do so at the same
-time: they write the same bytes, and only one rename succeeds. Readers see nothing before the
-rename and everything after it.
+No rank waits for another. Any rank that finds all manifests may commit: the one that marks last
+does, and if it dies, the others take turns. Several may commit at the same time: they write the
+same bytes, and only one rename succeeds. Readers see nothing before the rename and everything
+after it.
 
 Headers of files that several ranks write are written at commit, not before. A file of its final
 size whose ranges were never written reads as valid zeros; with zeros in place of the header, no
@@ -23,12 +24,15 @@ import errno
 import os
 import random
 import re
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from math import inf
 from pathlib import Path
 
+from ...common.threads import submit
 from ..errors import CheckpointError, CheckpointExists
 from ..format.disk import Disk, temporary_name
 from ..format.header import frame
@@ -52,6 +56,9 @@ from .indexing import TooLarge, index_parts
 STAGING = re.compile(r"\.(?P<name>.+)\.(?P<nonce>[0-9a-f]{16,}-\d+)\.tmp")
 CLOCK = ".fsdp2-clock"
 NUM_PROBES = 4  # markers looked for before all names are listed
+NUM_READERS = 16  # of manifests: on a file system of a network, each takes a while
+NUM_READ = 4  # by each of them at a time
+TURN_S = 0.005  # times the number of ranks: longer than a commit takes
 GIVEN_UP_S = 60.0  # without a write, after which an attempt that was given up is removed
 # Errors of a rename whose source is gone or whose target is taken: another rank was faster.
 _TAKEN = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
@@ -80,6 +87,7 @@ class Attempt:
         self.committed = False
         self._reason: str | None = None  # why this rank gave up
         self._awaited: int | None = None  # a rank that had not marked
+        self._complete_s: float | None = None  # when all had, if this rank has waited for one
         self._random = random.Random(f"{nonce} {rank}")
 
     def begin(self) -> None:
@@ -148,15 +156,16 @@ class Attempt:
             return True
         try:
             with self.folder() as staging, self.disk.directory(FOLDER, staging) as folder:
-                if self._is_awaited(folder):
+                if self._must_wait(folder):
                     return False
                 names = set(self.disk.names(folder))
                 failed = [r for r in self.ranks if failed_name(r) in names]
                 reason = self.disk.read_note(failed_name(failed[0]), folder) if failed else ""
                 missing = [r for r in self.ranks if marker_name(r, len(self.ranks)) not in names]
-                if not failed and not missing:
+                if missing:
+                    self._awaited = self._random.choice(missing)
+                elif not failed and self._is_turn():
                     self._commit_or_give_up(staging, folder)
-                self._awaited = self._random.choice(missing) if missing else None
         except FileNotFoundError:
             # Another rank renamed the folder meanwhile, or the folder was removed.
             if self._find_committed():
@@ -170,20 +179,34 @@ class Attempt:
             )
         return self.committed
 
-    def _is_awaited(self, folder: int) -> bool:
-        """Whether a rank is known not to have marked, and none to have given up.
+    def _must_wait(self, folder: int) -> bool:
+        """Whether there is nothing to commit yet, or another rank commits, and none has given up.
 
         Every rank looks, again and again, at a folder with more than one name for each rank. So it
-        looks first for a marker that was missing, or for a few at random.
+        looks first for a marker that was missing, or for a few at random. The rank that marks last
+        finds all of them at its first look, and commits. Those that have waited would all do the
+        same a moment later, and read each manifest once for every rank: so they take turns, in case
+        that rank has died (see `_is_turn`).
         """
         if self.disk.exists(ANY_FAILED, folder):
             return False
+        if self._complete_s is not None:
+            return not self._is_turn()
         probed = self._random.sample(self.ranks, min(NUM_PROBES, len(self.ranks)))
         for rank in probed if self._awaited is None else (self._awaited, *probed):
             if not self.disk.exists(marker_name(rank, len(self.ranks)), folder):
                 self._awaited = rank
                 return True
         return False
+
+    def _is_turn(self) -> bool:
+        """Whether this rank may commit, now that all have marked."""
+        if self._awaited is None:  # it has not waited
+            return True
+        now = time.monotonic()
+        self._complete_s = now if self._complete_s is None else self._complete_s
+        turn_s = TURN_S * len(self.ranks) * (1 + self.ranks.index(self.rank))
+        return now >= self._complete_s + turn_s
 
     def is_gone(self) -> bool:
         """Whether the staging folder was removed, or renamed."""
@@ -280,23 +303,17 @@ class Attempt:
         self.disk.sync(staging, self.staging)
         self._publish()
 
-    def _read_manifest(self, folder: int, rank: int) -> Manifest:
-        name = marker_name(rank, len(self.ranks))
-        fd = os.open(name, os.O_RDONLY, dir_fd=folder)
-        with open(fd, "rb") as file:
-            manifest = load(file.read(), name)
-        if manifest.nonce != self.nonce:
-            raise CheckpointError(f"{name} in {self.staging} belongs to another attempt")
-        return manifest
-
     def _manifests(self, folder: int, shared: list[SetOfFiles]) -> Iterator[Manifest]:
         """All manifests, one by one.
 
         Args:
             shared: where the sets of files go whose headers are to be written at the end.
         """
-        for rank in self.ranks:
-            manifest = self._read_manifest(folder, rank)
+        names = [marker_name(rank, len(self.ranks)) for rank in self.ranks]
+        for name, data in _contents(folder, names):
+            manifest = load(data, name)
+            if manifest.nonce != self.nonce:
+                raise CheckpointError(f"{name} in {self.staging} is of another attempt")
             shared += [files for files in manifest.sets if files.headers]
             yield manifest
 
@@ -353,6 +370,25 @@ class Attempt:
                 return False
             _remove(self.disk, self.staging, root)
             return True
+
+
+def _contents(folder: int, names: Sequence[str]) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of files: a few are read at a time, by several threads."""
+
+    def read(names: Sequence[str]) -> list[tuple[str, bytes]]:
+        return [(name, _content(folder, name)) for name in names]
+
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        for first in range(0, len(names), NUM_READERS * NUM_READ):
+            at_once = names[first : first + NUM_READERS * NUM_READ]
+            shares = [at_once[at : at + NUM_READ] for at in range(0, len(at_once), NUM_READ)]
+            for found in [submit(pool, read, share) for share in shares]:
+                yield from found.result()
+
+
+def _content(folder: int, name: str) -> bytes:
+    with open(os.open(name, os.O_RDONLY, dir_fd=folder), "rb") as file:
+        return file.read()
 
 
 def remove_left(disk: Disk, root: Path) -> None:

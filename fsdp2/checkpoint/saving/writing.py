@@ -12,10 +12,10 @@ import json
 import struct
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
 
+from ...common.threads import submit
 from ...dtensor.boxes import Box, run_numel, run_offsets
 from ..format.checksum import crc32
 from ..format.disk import Disk
@@ -136,14 +136,19 @@ def plan_save(
         if not shared:
             headers.update(texts)
         places = {(f[:5], t.name): f for f, plan in files.items() for t in plan.tensors}
-        for position, part in enumerate(own):
+        # Of equal shapes next to each other, so that a few ranges name the tensors of a group.
+        ordered = sorted(own, key=lambda part: (part.kind, *part.tensor[1:]))
+        positions = {(p.kind, p.tensor.name): position for position, p in enumerate(ordered)}
+        for part in own:
             if part.writes and part.box.numel:
-                file = places[part.kind, part.tensor.name]
-                offset = files[file].offsets[part.tensor.name]
-                chunks.append(PlannedChunk(part, len(sets), position, file, offset, shared))
+                key = part.kind, part.tensor.name
+                offset = files[places[key]].offsets[part.tensor.name]
+                chunks.append(
+                    PlannedChunk(part, len(sets), positions[key], places[key], offset, shared)
+                )
         table = [
             (places[part.kind, part.tensor.name] if shared else part.kind, part.tensor)
-            for part in own
+            for part in ordered
             if rank == members[0]
         ]
         sets.append(
@@ -239,20 +244,6 @@ class Progress:
             self.written_bytes += nbytes
 
 
-def _submit(pool: ThreadPoolExecutor, call: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Run ``call`` in a thread of ``pool``; in this thread if the interpreter is exiting and only
-    waits for this save, because pools then refuse tasks and no thread can be started."""
-    try:
-        return pool.submit(call, *args)
-    except RuntimeError:
-        done: Future[Any] = Future()
-        try:
-            done.set_result(call(*args))
-        except BaseException as error:
-            done.set_exception(error)
-        return done
-
-
 class Writer:
     """Writes the chunks of a plan into the staging folder.
 
@@ -294,7 +285,7 @@ class Writer:
             for chunk in self.plan.chunks:
                 pieces = []
                 for start, stop, ranges in _pieces(chunk):
-                    pieces.append(_submit(pool, self._write_piece, chunk, start, stop, ranges))
+                    pieces.append(submit(pool, self._write_piece, chunk, start, stop, ranges))
                     since_sync += stop - start
                 results.append(pieces)
                 if since_sync >= SYNC_BYTES:
@@ -302,7 +293,7 @@ class Writer:
                     # Only an early start. Pieces that are written later are made durable by the
                     # fsync of every file below.
                     wait_for = pieces[-1]
-                    syncs.append(_submit(syncing, self._sync_after, wait_for, chunk.file))
+                    syncs.append(submit(syncing, self._sync_after, wait_for, chunk.file))
             # `result` raises what went wrong in a thread: no failed write may go unnoticed.
             checksums = [[crc for piece in pieces for crc in piece.result()] for pieces in results]
             for sync in syncs:
