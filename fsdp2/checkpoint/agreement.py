@@ -158,7 +158,8 @@ def told_by_all(
 ) -> list[str]:
     """What each of ``ranks`` tells, in their order; on all of them, which must all call it.
 
-    The first collects and passes it on: 2 n operations of the store, not n * n.
+    The first collects and passes it on: 2 n operations of the store, not n * n. What ranks in a row
+    say alike is passed on once, so that the bytes do not grow with n * n either.
 
     Args:
         about: what they are about to do, for messages; in the same words on all ranks.
@@ -174,14 +175,15 @@ def told_by_all(
             keys = {rank: f"{full_key}/{rank}" for rank in ranks}
             _wait_for_all(store, keys, about, warn_after_s)
             found = [store.get(each).decode() for each in keys.values()]
-            store.set(f"{full_key}/all", json.dumps(found))
+            runs = [[value, len(list(same))] for value, same in itertools.groupby(found)]
+            store.set(f"{full_key}/all", json.dumps(runs))
             for each in keys.values():
                 _delete(store, each)
             return found
         store.wait([f"{full_key}/all"], TIMEOUT)
-        told = json.loads(store.get(f"{full_key}/all").decode())
+        runs = json.loads(store.get(f"{full_key}/all").decode())
     _forget(store, f"{full_key}/all", len(ranks) - 1)
-    return told
+    return [value for value, num in runs for _ in range(num)]
 
 
 def _wait_for_all(
@@ -242,7 +244,8 @@ class Together:
     def _meet(self, mine: list[str], warn_after_s: float | None = None) -> list[str]:
         self._over = True  # if this raises: on all ranks, or the others cannot be told
         said = told_by_all(self._about, json.dumps(mine), self._ranks, warn_after_s=warn_after_s)
-        told = [json.loads(each) for each in said]
+        parsed = {each: json.loads(each) for each in set(said)}  # nearly always one
+        told = [parsed[each] for each in said]
         for rank, (kind, text, _) in zip(self._ranks, told, strict=True):
             if kind:
                 raise _KINDS.get(kind, CheckpointError)(f"Rank {rank}: {text}")

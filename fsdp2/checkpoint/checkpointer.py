@@ -348,7 +348,8 @@ class Checkpointer:
         told = together.tell(
             json.dumps([mine, steps[-1] if steps else None]), warn_after_s=PATIENCE_S
         )
-        wanted, latest = zip(*map(json.loads, told), strict=True)
+        parsed = {each: json.loads(each) for each in set(told)}
+        wanted, latest = zip(*[parsed[each] for each in told], strict=True)
         for rank, its in zip(self.ranks, wanted, strict=True):
             if its != wanted[0]:
                 raise CheckpointError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from fsdp2.checkpoint import (
     agreement,
     checkpointer,
 )
-from harness import distributed, ours_only, shared_folder
+from harness import distributed, ours_only, run_on, shared_folder
 
 pytestmark = ours_only("checkpoints")
 
@@ -170,3 +171,47 @@ def test_the_store_loses_nothing_by_loads() -> None:
         checkpoints.load(model=model)
         dist.barrier()
         assert store.num_keys() == num
+
+
+class Recording:
+    """A store, and what is set in it."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self.values: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def set(self, key: str, value: str) -> None:
+        self.values.append(value)
+        self._store.set(key, value)
+
+
+def tell(said: list[str]) -> tuple[list[str], list[str]]:
+    """What this rank is told, and what it sets in the store."""
+    store = agreement.the_store()
+    assert store is not None
+    recording = Recording(store)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "the_store", lambda: recording)
+        told = agreement.told_by_all("test", said[dist.get_rank()], tuple(range(len(said))))
+    return told, recording.values
+
+
+@pytest.mark.parametrize("said", ["aaaa", "abba", "aabb", "abcd"])
+def test_what_ranks_say_alike_is_passed_on_once(said: str) -> None:
+    """All ranks read it, so that it must not grow with their number."""
+    found = run_on(4, tell, list(said))
+    assert [told for told, _ in found] == [list(said)] * 4
+    own, passed_on = found[0][1]
+    assert own == said[0]
+    assert (
+        json.loads(passed_on)
+        == {
+            "aaaa": [["a", 4]],
+            "abba": [["a", 1], ["b", 2], ["a", 1]],
+            "aabb": [["a", 2], ["b", 2]],
+            "abcd": [["a", 1], ["b", 1], ["c", 1], ["d", 1]],
+        }[said]
+    )

@@ -178,6 +178,15 @@ def test_manifests_with_other_numbers_than_groups(
     refused_by_manifests(tmp_path / STEP, "not a manifest: numbers cannot be")
 
 
+def test_offsets_that_are_not_those_of_the_header(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "two", tmp_path, dirs_exist_ok=True)
+    manifest = manifests_of(tmp_path / STEP)[1]
+    line, _, numbers = manifest.read_bytes().split(b"\n", 2)
+    (offset,) = struct.unpack("<Q", numbers[:8])
+    manifest.write_bytes(signed(line, struct.pack("<Q", offset + 4) + numbers[8:]))
+    refused_by_manifests(tmp_path / STEP, "is not what the manifest says")
+
+
 def refused_by_manifests(step: Path, fact: str) -> None:
     (step / OWN / "index.fsdp2").unlink(missing_ok=True)
     refused(step, fact)
