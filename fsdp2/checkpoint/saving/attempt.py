@@ -9,9 +9,9 @@
     give_up()  this attempt will never be committed
 
 No rank waits for another. Any rank that finds all manifests may commit: the one that marks last
-does, and if it dies, the others take turns. Several may commit at the same time: they write the
-same bytes, and only one rename succeeds. Readers see nothing before the rename and everything
-after it.
+and the first one do, and if they die, the others take turns. Several may commit at the same time:
+they write the same bytes, and only one rename succeeds. Readers see nothing before the rename and
+everything after it.
 
 Headers of files that several ranks write are written at commit, not before. A file of its final
 size whose ranges were never written reads as valid zeros; with zeros in place of the header, no
@@ -183,10 +183,7 @@ class Attempt:
         """Whether there is nothing to commit yet, or another rank commits, and none has given up.
 
         Every rank looks, again and again, at a folder with more than one name for each rank. So it
-        looks first for a marker that was missing, or for a few at random. The rank that marks last
-        finds all of them at its first look, and commits. Those that have waited would all do the
-        same a moment later, and read each manifest once for every rank: so they take turns, in case
-        that rank has died (see `_is_turn`).
+        looks first for a marker that was missing, or for a few at random.
         """
         if self.disk.exists(ANY_FAILED, folder):
             return False
@@ -200,12 +197,17 @@ class Attempt:
         return False
 
     def _is_turn(self) -> bool:
-        """Whether this rank may commit, now that all have marked."""
-        if self._awaited is None:  # it has not waited
+        """Whether this rank may commit, now that all have marked.
+
+        The rank that marks last does: it finds all markers at its first look. (Where the file
+        system shows names late, no rank may: so the first rank does, too.) The others would follow
+        a moment later, and read each manifest once for every rank: they take turns.
+        """
+        if self._awaited is None:
             return True
         now = time.monotonic()
         self._complete_s = now if self._complete_s is None else self._complete_s
-        turn_s = TURN_S * len(self.ranks) * (1 + self.ranks.index(self.rank))
+        turn_s = TURN_S * len(self.ranks) * self.ranks.index(self.rank)
         return now >= self._complete_s + turn_s
 
     def is_gone(self) -> bool:

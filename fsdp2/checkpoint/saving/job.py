@@ -290,7 +290,11 @@ class SaveHandle:
         return self
 
     def committed(self) -> bool:
-        """Whether the checkpoint is committed; commits it if all ranks' parts are durable."""
+        """Whether the checkpoint is committed.
+
+        If all ranks' parts are durable and nobody has committed it, this rank does, unless it is
+        the turn of another.
+        """
         return self.done and self._error is None and self._commit()
 
     def _commit(self) -> bool:
