@@ -159,7 +159,7 @@ def told_by_all(
     """What each of ``ranks`` tells, in their order; on all of them, which must all call it.
 
     The first collects and passes it on: 2 n operations of the store, not n * n. What ranks in a row
-    say alike is passed on once, so that the bytes do not grow with n * n either.
+    say alike is passed on once; where all differ, the bytes still grow with n * n.
 
     Args:
         about: what they are about to do, for messages; in the same words on all ranks.

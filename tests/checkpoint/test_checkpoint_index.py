@@ -438,6 +438,24 @@ def test_a_run_of_an_earlier_release_goes_on(tmp_path: Path) -> None:
     assert torch.equal(again.embed.weight, model.embed.weight)
 
 
+def test_tensors_of_one_name_in_model_and_optimizer(tmp_path: Path) -> None:
+    """What is written of one does not count for the other."""
+    shapes = {"optim.a.b": (4,)}
+    [of_optimizer] = manifests_of(shapes, (1, 1), "per-rank")
+    [files] = of_optimizer.sets
+    (_, tensor), [group] = files.tensors[0], files.groups
+    half = replace(
+        files,
+        tensors=(("model", tensor), ("optim", tensor)),
+        groups=(
+            group._replace(box=Box((0,), (2,)), tensors=Ranges.of([0])),
+            group._replace(box=Box((2,), (2,)), tensors=Ranges.of([1])),
+        ),
+    )
+    with pytest.raises(CheckpointError, match=r"the ranks wrote 8 of 16 bytes"):
+        check_agreement([replace(of_optimizer, sets=(half,))])
+
+
 def test_ranks_that_wrote_less_than_all(tmp_path: Path) -> None:
     """Also a tensor of which no rank wrote anything is missed."""
     manifests = manifests_of({"a": (4, 2), "b": (4,)}, (2, 1), "per-rank")

@@ -91,7 +91,8 @@ def example() -> Manifest:
         for ranks in [(0, 1, 2) if info.name != "step" else (0, 2)]
     ]
     plan = plan_save(parts, 0, (0, 1, 2), layout="per-rank")
-    shared = plan_save(parts[:2], 0, (0, 1, 2), layout="shared")
+    others = [replace(part, ranks=(0, 1)) for part in parts[:2]]
+    shared = plan_save(others, 0, (0, 1), layout="shared")
     sums = [[1], [2], [3, 4], [5]]
     sets = (*plan.recorded(sums), *shared.recorded([[6], [2**32 - 1]]))
     return Manifest(

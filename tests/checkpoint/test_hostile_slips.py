@@ -139,7 +139,7 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a header is a list": (lambda c: first_set(c).update(headers=[]), "headers"),
     "a header of no file": (lambda c: first_set(c)["headers"].update(x="{}"), "of other files"),
     "a size is negative": (lambda c: info(c).__setitem__(0, -1), "the size of"),
-    "a header that is too long": (lambda c: info(c).__setitem__(1, 2**62), "the header of"),
+    "a header that is long": (lambda c: info(c).__setitem__(1, 2**62), "the header of"),
     "a digest is a number": (lambda c: info(c).__setitem__(2, 1), "the digest of"),
     "files elsewhere": (
         lambda c: first_set(c)["files"].update({"../x": [1, 0, ""]}), "'../x'"
@@ -152,8 +152,24 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "whole is a text": (lambda c: first_set(c).update(whole="yes"), "whole cannot be 'yes'"),
     "no sets": (lambda c: c.pop("sets"), "KeyError: 'sets'"),
     "version is a text": (lambda c: c.update(version="1"), "version 1: this fsdp2 reads up to"),
-    "of another rank": (lambda c: c.update(rank=5), "of rank 5 of 1 ranks"),
+    "of another rank": (lambda c: c.update(rank=5), "the rank that describes a set cannot be 5"),
     "of more ranks": (lambda c: c.update(ranks=[0, 1]), "of rank 0 of 2 ranks"),
+    "two sets of the same ranks": (
+        lambda c: c["sets"].append(first_set(c) | {"groups": []}), "two of the same ranks"
+    ),
+    "two tensors of one name": (
+        lambda c: first_set(c)["tensors"].append(row(c, "scale")), "two of one name"
+    ),
+    "another header": (
+        lambda c: first_set(c)["headers"].update(dict.fromkeys(first_set(c)["headers"], "{")),
+        "cannot be 'another than its digest is of'",
+    ),
+    "a header that is too long": (
+        lambda c: first_set(c)["headers"].update(
+            dict.fromkeys(first_set(c)["headers"], " " * 100_000_001)
+        ),
+        "cannot be 'another than its digest is of'",
+    ),
 }  # fmt: skip
 
 

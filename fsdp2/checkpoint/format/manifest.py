@@ -198,7 +198,8 @@ def tables_of(manifests: Iterable[Manifest]) -> dict[Ranges, Table]:
 
 
 def kind_of(file: str) -> str:
-    """Whether the tensors of a data file are of the "model" or of its optimizer, "optim"."""
+    """Whether the tensors of a data file, or of a kind, are of the "model" or of its optimizer,
+    "optim"."""
     return "optim" if file.startswith("optim") else "model"
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from ...dtensor.boxes import Box
 from ..errors import CorruptCheckpoint
-from .header import TensorInfo, parse_json
-from .manifest import BLOCK_BYTES, Group, Manifest, SetOfFiles
+from .header import MAX_HEADER_BYTES, TensorInfo, frame, info_of, parse_json
+from .manifest import BLOCK_BYTES, Group, Manifest, SetOfFiles, kind_of
 from .ranges import parsed_ranges
 from .strict import Check, converted
 from .version1 import sets_of_version_1
@@ -137,30 +137,45 @@ class _Numbers:
 
 def _parsed_sets(content: dict[str, Any], data: bytes, check: Check) -> tuple[SetOfFiles, ...]:
     numbers = _Numbers(data, check)
-    sets = tuple([_parsed_set(s, numbers, check) for s in check.items(content["sets"], "sets")])
+    rank = check.number(content["rank"], "rank")
+    values = check.items(content["sets"], "sets")
+    sets = tuple([_parsed_set(value, rank, numbers, check) for value in values])
     numbers.check_all_read()
+    if len({files.ranks for files in sets}) < len(sets):
+        raise check.bad("sets", "two of the same ranks")
     return sets
 
 
-def _parsed_set(value: Any, numbers: _Numbers, check: Check) -> SetOfFiles:
+def _parsed_set(value: Any, rank: int, numbers: _Numbers, check: Check) -> SetOfFiles:
     value = check.table(value, "a set of files")
     files = check.files(value["files"])
     headers = check.texts(value["headers"], "headers")
     if not headers.keys() <= files.keys():
         raise check.bad("headers", "of other files")
+    for file, header in headers.items():
+        if len(header) > MAX_HEADER_BYTES or files[file] != info_of(
+            files[file].size, frame(header)
+        ):
+            raise check.bad(f"the header of {file!r}", "another than its digest is of")
     whole = value["whole"]
     if type(whole) is not bool:
         raise check.bad("whole", whole)
     places = files.keys() if whole else {"model", "optim"}
     rows = check.items(value["tensors"], "tensors")
     groups = check.items(value["groups"], "groups")
+    ranks = parsed_ranges(value["ranks"], "ranks of a set", check)
+    if (headers or rows) and rank != ranks[0]:
+        raise check.bad("the rank that describes a set", rank)
+    tensors = tuple([_parsed_tensor(row, places, check) for row in rows])
+    if len({(kind_of(where), info.name) for where, info in tensors}) < len(tensors):
+        raise check.bad("tensors", "two of one name")
     return SetOfFiles(
-        ranks=parsed_ranges(value["ranks"], "ranks of a set", check),
+        ranks=ranks,
         files=files,
         whole=whole,
         digest=check.text(value["digest"], "digest"),
         headers=headers,
-        tensors=tuple([_parsed_tensor(row, places, check) for row in rows]),
+        tensors=tensors,
         groups=tuple([_parsed_group(g, {""} if whole else files, numbers, check) for g in groups]),
     )
 

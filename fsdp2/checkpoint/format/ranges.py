@@ -1,4 +1,5 @@
-"""Ranks as ranges: a manifest names all ranks of its save in as few bytes at 10,000 as at 8."""
+"""Numbers as ranges: a manifest names all ranks of its save, and the tensors of all layers, in as
+few bytes at 10,000 as at 8."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing_extensions import override
 
 from .strict import Check
 
-MAX_LISTED = 1 << 20  # of one save: far more than there are, and few enough for memory
+MAX_LISTED = 1 << 20  # far more ranks or tensors than there are, and few enough for memory
 
 
 class Ranges(Sequence[int]):
@@ -99,7 +100,7 @@ def _shown(numbers: range) -> str:
     return f"{numbers[0]} to {numbers[-1]}{every}" if len(numbers) > 1 else str(numbers[0])
 
 
-@lru_cache(64)  # all manifests of a checkpoint name the same
+@lru_cache(1 << 12)  # all manifests of a checkpoint name the same, for each group of tensors
 def _of_ranges(rows: tuple[tuple[int, ...], ...]) -> Ranges | None:
     """What `Ranges.listed` gave these rows for; None if it never does."""
     if any(len(row) != 3 or row[0] > row[1] or not row[2] for row in rows):
@@ -114,7 +115,7 @@ def _of_ranges(rows: tuple[tuple[int, ...], ...]) -> Ranges | None:
 
 
 def parsed_ranges(value: object, name: str, check: Check) -> Ranges:
-    """Ranks as `Ranges.listed` gives them, or as a list of all, as in manifests of version 1.
+    """Numbers as `Ranges.listed` gives them, or as a list of all, as in manifests of version 1.
 
     Raises:
         CorruptCheckpoint: if they are neither.

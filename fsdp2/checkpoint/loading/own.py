@@ -214,7 +214,7 @@ def _other_hf_index(source: Source) -> CorruptCheckpoint:
 def _compare_index(source: Source, path: Path, parts: Iterable[bytes]) -> None:
     """Compare the index with what the manifests say."""
     same = False
-    with open(open_regular(path), "rb") as file, suppress(TooLarge):
+    with open(open_regular(path), "rb") as file, suppress(TooLarge, CheckpointError):
         same = all(file.read(len(part)) == part for part in parts) and not file.read(1)
     if not same:
         raise CorruptCheckpoint(f"{path}: the index is not the one that was written")
@@ -223,7 +223,7 @@ def _compare_index(source: Source, path: Path, parts: Iterable[bytes]) -> None:
 def _collect(source: Source) -> None:
     """Fill in tensors from the headers of the files and the chunks of the manifests."""
     headers: dict[str, Header] = {}
-    owner: dict[str, Ranges] = {}
+    owner: dict[tuple[str, str], Ranges] = {}
     wholes: dict[tuple[int, ...], Box] = {}
     for manifest in source.manifests.values():
         source.aliases.update(manifest.aliases)
@@ -244,8 +244,10 @@ def _collect(source: Source) -> None:
         stored = table.get(name)
         if stored is None:
             stored = table[name] = Stored(tensor)
-        if owner.setdefault(name, ranks) != ranks:
+        if owner.setdefault((kind_of(file), name), ranks) != ranks:
             continue  # the same tensor again, written by ranks that share no files with these
+        if file not in headers:
+            raise CorruptCheckpoint(f"{source.path}: '{name}' lies in {file}, of no manifest")
         _check_chunk(source, chunk, headers[file], stored.info)
         if in_own_file is not None or not stored.extents:
             holds = box

@@ -47,6 +47,7 @@ from ..format.manifest import (
     Table,
     failed_name,
     hf_index_bytes,
+    kind_of,
     marker_name,
 )
 from ..format.marker import dump, load
@@ -201,13 +202,14 @@ class Attempt:
 
         The rank that marks last does: it finds all markers at its first look. (Where the file
         system shows names late, no rank may: so the first rank does, too.) The others would follow
-        a moment later, and read each manifest once for every rank: they take turns.
+        a moment later, and read each manifest once for every rank: they take turns, in each of them
+        twice as many as in the one before.
         """
         if self._awaited is None:
             return True
         now = time.monotonic()
         self._complete_s = now if self._complete_s is None else self._complete_s
-        turn_s = TURN_S * len(self.ranks) * self.ranks.index(self.rank)
+        turn_s = TURN_S * len(self.ranks) * self.ranks.index(self.rank).bit_length()
         return now >= self._complete_s + turn_s
 
     def is_gone(self) -> bool:
@@ -447,7 +449,9 @@ def _check_all_written(
     """Compare with the sizes of tensors. (Each set of ranks writes all of its own: ranks without
     knowledge of each other may hold the same tensor, in different files.)"""
     left = {
-        (ranks, info.name): info.nbytes for (ranks, _), table in tables.items() for _, info in table
+        (ranks, kind_of(where), info.name): info.nbytes
+        for (ranks, _), table in tables.items()
+        for where, info in table
     }
     whole = dict(left)
     for (ranks, describes, positions), nbytes in written.items():
@@ -458,11 +462,12 @@ def _check_all_written(
                     f"The manifest of rank {describes} does not describe what ranks {list(ranks)} "
                     "save together"
                 )
-            left[ranks, table[position][1].name] -= nbytes
-    for (ranks, name), nbytes in left.items():
+            where, info = table[position]
+            left[ranks, kind_of(where), info.name] -= nbytes
+    for key, nbytes in left.items():
         if nbytes:
-            total = whole[ranks, name]
-            raise CheckpointError(f"'{name}': the ranks wrote {total - nbytes} of {total} bytes")
+            total = whole[key]
+            raise CheckpointError(f"'{key[2]}': the ranks wrote {total - nbytes} of {total} bytes")
 
 
 def sweep(disk: Disk, root: Path, *, grace_s: float, nonce: str = "") -> list[str]:

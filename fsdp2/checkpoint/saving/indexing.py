@@ -91,7 +91,7 @@ class _Builder:
     def _partition(self, ranks: Ranges, group: Group) -> _Partition | None:
         key = ranks, group.tensors
         if key not in self.partition_of:
-            numbers = tuple([self._number_in(ranks, each) for each in group.tensors])
+            numbers = tuple([self._number_in(ranks, each, group) for each in group.tensors])
             partition = _Partition(len(self.partitions), numbers, group.dtype, group.shape)
             owned = set(numbers) != {None}
             self.partition_of[key] = partition if owned else None
@@ -104,10 +104,10 @@ class _Builder:
             )
         return found
 
-    def _number_in(self, ranks: Ranges, position: int) -> int | None:
+    def _number_in(self, ranks: Ranges, position: int, group: Group) -> int | None:
         """The number of a tensor that these ranks wrote; None if other ranks did before."""
         table = self.tables.get(ranks, ())
-        if position >= len(table):
+        if position >= len(table) or table[position][1][1:] != (group.dtype, group.shape):
             raise CheckpointError(
                 f"The manifest of rank {ranks[0]} does not describe what it saves with others"
             )

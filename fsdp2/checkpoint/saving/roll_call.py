@@ -107,7 +107,7 @@ class RollCall:
         """Why the checkpoint is not committed yet, and what to do."""
         absent, unfinished = self.absent(), attempt.unfinished()
         if not absent and not unfinished:
-            return "not all ranks have finished"
+            return "all ranks have finished, and another one is committing it"
         if absent == []:
             return f"{_listed(unfinished)} called save and did not finish writing: slow, or ended"
         missing = (
