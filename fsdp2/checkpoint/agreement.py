@@ -16,6 +16,7 @@ import warnings
 from collections import Counter
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -244,8 +245,7 @@ class Together:
     def _meet(self, mine: list[str], warn_after_s: float | None = None) -> list[str]:
         self._over = True  # if this raises: on all ranks, or the others cannot be told
         said = told_by_all(self._about, json.dumps(mine), self._ranks, warn_after_s=warn_after_s)
-        parsed = {each: json.loads(each) for each in set(said)}  # nearly always one
-        told = [parsed[each] for each in said]
+        told = list(map(cache(json.loads), said))  # nearly always the same
         for rank, (kind, text, _) in zip(self._ranks, told, strict=True):
             if kind:
                 raise _KINDS.get(kind, CheckpointError)(f"Rank {rank}: {text}")

@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -348,8 +349,7 @@ class Checkpointer:
         told = together.tell(
             json.dumps([mine, steps[-1] if steps else None]), warn_after_s=PATIENCE_S
         )
-        parsed = {each: json.loads(each) for each in set(told)}
-        wanted, latest = zip(*[parsed[each] for each in told], strict=True)
+        wanted, latest = zip(*map(cache(json.loads), told), strict=True)
         for rank, its in zip(self.ranks, wanted, strict=True):
             if its != wanted[0]:
                 raise CheckpointError(
