@@ -29,7 +29,6 @@ from fsdp2 import fully_shard
 from fsdp2.checkpoint import Checkpointer, agreement, checkpointer
 from fsdp2.checkpoint.format.checksum import crc32
 from fsdp2.checkpoint.format.disk import Disk
-from fsdp2.checkpoint.format.header import frame
 from fsdp2.checkpoint.format.manifest import (
     BLOCK_BYTES,
     FOLDER,
@@ -195,10 +194,11 @@ def synthesise(root: Path, own: OwnSave, layout: str) -> None:
         with attempt.folder() as staging, attempt.disk.directory(FOLDER, staging) as folder:
             for files in manifest.sets:
                 for file, info in files.files.items():
-                    if not attempt.disk.exists(file, staging):
+                    if file in plan.headers or not attempt.disk.exists(file, staging):
                         fd = attempt.disk.create(file, info.size, staging)
                         if file in plan.headers:
-                            attempt.disk.write_at(fd, frame(plan.headers[file]), 0, file)
+                            at, piece = plan.headers[file]
+                            attempt.disk.write_at(fd, piece, at, file)
                         os.close(fd)
             small = write_small_files(attempt.disk, own.captured, rank, folder)
         manifest = replace(manifest, small_files=small)
@@ -208,7 +208,9 @@ def synthesise(root: Path, own: OwnSave, layout: str) -> None:
 
 def plan_of(own: OwnSave, rank: int, ranks: tuple[int, ...], layout: str) -> SavePlan:
     """What a rank would have written instead of the one that saved."""
-    return plan_save(_parts_of(own.captured, rank, ranks), rank, ranks, layout=layout)
+    num = SaveOptions(layout).ranks_per_file(len(ranks))
+    parts = _parts_of(own.captured, rank, ranks)
+    return plan_save(parts, rank, ranks, layout=layout, ranks_per_file=num)
 
 
 def manifest_of(own: OwnSave, rank: int, plan: SavePlan) -> Manifest:

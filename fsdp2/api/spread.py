@@ -96,11 +96,8 @@ def spread_of(tensor: DTensor, name: str, p2p: P2PBatch, made: dict[Any, Spread]
     mesh, placements = tensor.device_mesh, tuple(tensor.placements)
     key = (mesh, placements, tensor.shape)
     if key not in made:
-        ranks, dims = mesh.mesh, placements
-        if slices_like(mesh, p2p.ranks)[1] > 1:
-            # A slice of a larger mesh: the other slices hold the same values.
-            ranks, num = _with_other_slices(mesh, p2p.ranks)
-            dims = (*[Replicate()] * num, *placements)
+        # The other slices of a larger mesh hold the same values.
+        ranks, dims = slices_like(mesh, p2p.ranks), (*placements, Replicate())
         shape = tuple(tensor.shape)
         made[key] = Spread(shape, ranks, dims, _boxes(shape, ranks, dims, name), name)
     return made[key]
@@ -111,23 +108,3 @@ def _boxes(
 ) -> list[tuple[tuple[int, ...], Box]]:
     mesh = tuple(ranks.shape)
     return [(c, box_of(shape, mesh, placements, c, name)) for c in product(*map(range, mesh))]
-
-
-def _with_other_slices(mesh: Any, ranks: tuple[int, ...]) -> tuple[Tensor, int]:
-    """The ranks of all slices like ``mesh``, dims across slices first, and how many those are."""
-    whole = mesh._get_root_mesh()
-    names, coordinate = whole.mesh_dim_names, whole.get_coordinate()
-    array, kept = whole.mesh, list(names)
-    for name in names:
-        if name in mesh.mesh_dim_names:
-            continue
-        dim = kept.index(name)
-        line = whole.mesh[
-            tuple(slice(None) if n == name else coordinate[i] for i, n in enumerate(names))
-        ]
-        if not set(line.tolist()) <= set(ranks):  # another model: a stage of a pipeline
-            array = array.select(dim, coordinate[names.index(name)])
-            kept.remove(name)
-    across = [n for n in kept if n not in mesh.mesh_dim_names]
-    order = [kept.index(n) for n in (*across, *mesh.mesh_dim_names)]
-    return array.permute(order), len(across)

@@ -49,7 +49,7 @@ class Checkpointer:
     Args:
         root: the folder of the checkpoints; made if it does not exist.
         keep: how many committed steps to keep; None: all.
-        layout, max_file_bytes, ranks, rank_local: as for `save_model`.
+        layout, max_file_bytes, files_per_host, ranks, rank_local: as for `save_model`.
         grace_s: a later save removes an unfinished attempt if nothing was written to it for this
             many seconds; one that a rank has given up, after a minute.
         max_device_bytes: how many bytes of device memory this rank may spend, during a save with
@@ -78,6 +78,7 @@ class Checkpointer:
         keep: int | None = None,
         layout: str = "auto",
         max_file_bytes: int = 5_000_000_000,
+        files_per_host: int | None = None,
         ranks: Sequence[int] | None = None,
         rank_local: RankLocal | None = None,
         grace_s: float = 3600.0,
@@ -93,7 +94,7 @@ class Checkpointer:
         self.ranks = tuple(sorted(ranks)) if ranks is not None else all_ranks()
         if self.rank not in self.ranks:
             raise ValueError(f"Rank {self.rank} is not in ranks={self.ranks}")
-        self._options = SaveOptions(layout, max_file_bytes, grace_s)
+        self._options = SaveOptions(layout, max_file_bytes, grace_s, files_per_host=files_per_host)
         self._rank_local = rank_local
         self._disk = Disk()
         self._staging = Staging(max_device_bytes)

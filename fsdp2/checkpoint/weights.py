@@ -36,6 +36,7 @@ def save_model(
     *,
     layout: str = "auto",
     max_file_bytes: int = 5_000_000_000,
+    files_per_host: int | None = None,
     ranks: Sequence[int] | None = None,
     rank_local: RankLocal | None = None,
     timeout: float | None = 600.0,
@@ -51,10 +52,14 @@ def save_model(
         model: a module sharded by this package or torch's FSDP2, tensor-parallel, or plain.
             Tied parameters are saved once.
         path: a folder that does not exist yet; its parents are made.
-        layout: "shared": final files of whole tensors; "per-rank": one file of shards per rank
-            (for object stores; ``fsdp2 ckpt export`` converts it to final files); "auto": shared
+        layout: "shared": final files of whole tensors; "per-rank": files of shards, one per rank
+            (for object stores; ``fsdp2 ckpt export`` converts them to final files); "auto": shared
             unless a rank would write many tiny ranges.
-        max_file_bytes: maximum size of one file.
+        max_file_bytes: maximum size of one file of whole tensors.
+        files_per_host: into how many files the ranks of a host (``LOCAL_WORLD_SIZE``, which
+            torchrun sets; else all ranks) write their shards where these are not in shared files;
+            has to divide the number of ranks. By default each rank writes its own, and with layout
+            "auto" on more than 512 ranks so many ranks write one that there are at most 512.
         ranks: the global ranks that call this; all of them by default. Pass ``[0]`` if only
             rank 0 saves a model that it holds whole.
         rank_local: called with a name; tells whether the other ranks of the model lack this
@@ -72,6 +77,7 @@ def save_model(
         CheckpointError: if the parent cannot be made or written to, or ranks disagree.
         TimeoutError: names the ranks that have not called it or not finished.
         OSError: if the disk is full or broken; then nothing appears under ``path``.
+        ValueError: if ``layout`` or ``files_per_host`` cannot be.
 
     Example::
 
@@ -98,7 +104,7 @@ def save_model(
             this_rank(),
             members,
             captured,
-            SaveOptions(layout, max_file_bytes),
+            SaveOptions(layout, max_file_bytes, files_per_host=files_per_host),
             Disk(),
         )
         job.begin()

@@ -185,8 +185,8 @@ def _print_summary(summary: Summary) -> None:
         num_ranks = len(summary.ranks)
         layouts = {
             "shared": "final files, written by all ranks",
-            "per-rank": "one file of shards per rank",
-            "mixed": "some tensors in final files, some in per-rank files",
+            "per-rank": "files of shards, of single ranks or several",
+            "mixed": "some tensors in final files, some in files of shards",
         }
         layout = summary.layout or ""
         facts.append(("Layout", f"{layout}: {layouts[layout]}; {plural(num_ranks, 'rank')}"))

@@ -6,6 +6,7 @@ every other rank without communication.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from heapq import heapreplace
 from itertools import product
@@ -13,6 +14,7 @@ from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,25 +27,75 @@ from .from_local import dtensor_over
 
 
 @dataclass(frozen=True)
+class RankBoxes:
+    """Which box of a tensor each rank holds.
+
+    Attributes:
+        name: the tensor's, for messages.
+        shape: shape of the whole tensor.
+        ranks: an array of global ranks.
+        placements: one per dim of ``ranks``.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    ranks: Tensor
+    placements: tuple[Placement, ...]
+
+    def held_by(self, rank: int) -> tuple[Box, int]:
+        """The box of a rank, and which one this rank is of those that hold the same box.
+
+        Raises:
+            ValueError: as `holding`.
+        """
+        found = (self.ranks == rank).nonzero()
+        if not len(found):
+            raise ValueError(
+                f"'{self.name}' is a DTensor on a mesh without this rank: {rank} is not in "
+                f"{self.ranks.tolist()}"
+            )
+        coordinate = tuple(found[0].tolist())
+        replica = 0
+        for place, num, placement in zip(
+            coordinate, self.ranks.shape, self.placements, strict=True
+        ):
+            if isinstance(placement, Replicate):
+                replica = replica * num + place
+        return self.box_at(coordinate), replica
+
+    def box_at(self, coordinate: tuple[int, ...]) -> Box:
+        """The box of the rank at ``coordinate`` of the array."""
+        return box_of(self.shape, tuple(self.ranks.shape), self.placements, coordinate, self.name)
+
+    @property
+    def first_box(self) -> Box:
+        """That of the first rank; there is none with more elements."""
+        return self.box_at((0,) * self.ranks.ndim)
+
+    @property
+    def num_replicas(self) -> int:
+        sizes = zip(self.placements, self.ranks.shape, strict=True)
+        return prod(num for placement, num in sizes if isinstance(placement, Replicate))
+
+
+@dataclass(frozen=True)
 class Holding:
     """What this rank holds of a tensor.
 
     Attributes:
-        shape: shape of the whole tensor.
+        boxes: what all ranks hold.
         box: this rank's part; the whole tensor if nothing is sharded.
         ranks: global ranks that hold a part, sorted.
         replica, num_replicas: index of this rank among the holders of its box, and their number.
         replicated_over: identifies the set of replicas; tensors with equal values share work.
-        is_dtensor: whether the tensor is a DTensor.
     """
 
-    shape: tuple[int, ...]
+    boxes: RankBoxes
     box: Box
     ranks: tuple[int, ...]
     replica: int
     num_replicas: int
     replicated_over: tuple[object, ...]
-    is_dtensor: bool
 
 
 def holding(tensor: Tensor, name: str, ranks: tuple[int, ...], rank: int) -> Holding:
@@ -59,25 +111,21 @@ def holding(tensor: Tensor, name: str, ranks: tuple[int, ...], rank: int) -> Hol
     Raises:
         ValueError: for DTensors that are partial sums or not laid out as a box.
     """
-    shape = tuple(tensor.shape)
-    if not isinstance(tensor, DTensor):
-        index, num = ranks.index(rank), len(ranks)
-        return Holding(shape, Box.whole(shape), ranks, index, num, ("plain", ranks), False)
-    mesh, box = tensor.device_mesh, own_box(tensor, name)
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    replica, num_replicas = 0, 1
-    dims = tuple(d for d, p in enumerate(tensor.placements) if isinstance(p, Replicate))
-    for d in dims:
-        replica = replica * mesh.size(d) + coordinate[d]
-        num_replicas *= mesh.size(d)
-    members = ranks_of(mesh)
-    index, num = slices_like(mesh, ranks)
-    if num > 1:
-        replica, num_replicas, members = replica * num + index, num_replicas * num, ranks
-    # By the mesh, not by its ranks: those of another mesh over the same ranks number their replicas
-    # otherwise, and hold boxes of other sizes.
-    return Holding(shape, box, members, replica, num_replicas, (mesh, dims, num), True)
+    shape, array, members = tuple(tensor.shape), torch.tensor(ranks, device="cpu"), ranks
+    placements: tuple[Placement, ...] = (Replicate(),)
+    over: tuple[object, ...] = ("plain", ranks)
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        array, placements = slices_like(mesh, ranks), (*tensor.placements, Replicate())
+        num_slices = array.shape[-1]
+        members = ranks if num_slices > 1 else ranks_of(mesh)
+        dims = tuple(d for d, p in enumerate(tensor.placements) if isinstance(p, Replicate))
+        # By the mesh, not by its ranks: those of another mesh over the same ranks number their
+        # replicas otherwise, and hold boxes of other sizes.
+        over = (mesh, dims, num_slices)
+    boxes = RankBoxes(name, shape, array, placements)
+    box, replica = boxes.held_by(rank)
+    return Holding(boxes, box, members, replica, boxes.num_replicas, over)
 
 
 def own_box(tensor: Tensor, name: str) -> Box:
@@ -108,27 +156,37 @@ def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
 _ranks: WeakKeyDictionary[DeviceMesh, tuple[int, ...]] = WeakKeyDictionary()
 
 
-def slices_like(mesh: DeviceMesh, ranks: tuple[int, ...]) -> tuple[int, int]:
-    """Which slice of a larger mesh ``mesh`` is, if the slices together have the ``ranks``.
+def slices_like(mesh: DeviceMesh, ranks: tuple[int, ...]) -> Tensor:
+    """The ranks of ``mesh`` and of the other slices of a larger mesh that are like it, if the
+    slices together have the ``ranks``.
 
     Returns:
-        Index and number of slices; (0, 1) if ``mesh`` has all of ``ranks``, or is not a slice.
+        Global ranks; the dims are those of ``mesh``, and a last one for the slices: of size 1 if
+        ``mesh`` has all of ``ranks``, or is not a slice.
     """
-    members, names = set(ranks_of(mesh)), mesh.mesh_dim_names
+    members, names, own = set(ranks_of(mesh)), mesh.mesh_dim_names, mesh.mesh
+    alone = own.unsqueeze(-1)
     whole = mesh._get_root_mesh()
     if len(members) >= len(ranks) or not members < set(ranks) or names is None:
-        return 0, 1
+        return alone
     coordinate = whole.get_coordinate()
     if whole.mesh_dim_names is None or coordinate is None:
-        return 0, 1
-    index, num = 0, 1
+        return alone
+    across = []
     for dim, name in enumerate(whole.mesh_dim_names):
         index_of_line: list[Any] = list(coordinate)
         index_of_line[dim] = slice(None)
         line = whole.mesh[tuple(index_of_line)].tolist()
         if name not in names and set(line) <= set(ranks) and not set(line) <= members:
-            index, num = index * len(line) + coordinate[dim], num * len(line)
-    return (index, num) if num * len(members) == len(ranks) else (0, 1)
+            across.append(dim)
+    num = prod(whole.mesh.shape[dim] for dim in across)
+    if num * len(members) != len(ranks):
+        return alone
+    rest = [dim for dim in range(whole.mesh.ndim) if dim not in across]
+    slices = whole.mesh.permute(*rest, *across).reshape(-1, num)
+    place = {rank: number for number, line in enumerate(slices.tolist()) for rank in line}
+    rows = torch.tensor([place[rank] for rank in own.flatten().tolist()], device="cpu")
+    return slices[rows].view(*own.shape, num)
 
 
 def box_of(
@@ -237,6 +295,11 @@ def all_ranks() -> tuple[int, ...]:
 
 def this_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def ranks_of_host() -> int:
+    """How many ranks each host has, as torchrun says; without it all."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", len(all_ranks())))
 
 
 UNIT_BYTES = 1 << 20

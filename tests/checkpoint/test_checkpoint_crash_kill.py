@@ -19,6 +19,7 @@ import pytest
 from torch import Tensor
 
 from checkpoint_crash import (
+    LAYOUTS,
     NAME,
     Before,
     committed,
@@ -129,7 +130,7 @@ def measure(root: Path, whole: dict[str, Tensor], layout: str) -> tuple[float, i
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("layout", ["shared", "per-rank"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kills", [4, pytest.param(200, marks=pytest.mark.long)])
 def test_a_save_that_is_killed_is_not_there_or_whole(folder: Path, layout: str, kills: int) -> None:
     """Every other kill is at a random time, the others around a random call.

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from checkpoint_cases import adamw, assert_equal_bits, build, tokens, train, whole_state
 from fsdp2.checkpoint import Checkpointer, load_model, save_model
+from fsdp2.checkpoint.tools.inspect import check, open_checkpoint
 from harness import DEVICE, cpu_only, distributed, ours_only, run_on, shared_folder
 
 pytestmark = ours_only("checkpoints")
 
 STEPS = 3
+ONE_FILE = "one file for all ranks"
 MESHES = [
     ("1d", 1),
     ("1d", 2),
@@ -39,7 +41,10 @@ def save(folder: str, kind: str, layout: str) -> dict[str, Tensor] | None:
     model = build(kind)
     optimizer = adamw(model)
     train(model, optimizer, range(STEPS))
-    checkpoints = Checkpointer(folder, layout=layout)
+    options: dict[str, Any] = {"layout": layout}
+    if layout == ONE_FILE:
+        options = {"layout": "per-rank", "files_per_host": 1}
+    checkpoints = Checkpointer(folder, **options)
     checkpoints.save(STEPS, model=model, optimizer=optimizer, extra={"rank": dist.get_rank()})
     state = whole_state(model, optimizer)
     return state if dist.get_rank() == 0 else None
@@ -116,15 +121,22 @@ def train_through() -> list[float]:
     return train(model, adamw(model), range(STEPS + 2))[STEPS:]
 
 
-@pytest.mark.parametrize("layout", ["shared", "per-rank"])
-@pytest.mark.parametrize("from_mesh", [("1d", 3), ("tp", 4), ("columns", 3)], ids=mesh_id)
+@pytest.mark.parametrize("layout", ["shared", "per-rank", ONE_FILE])
+@pytest.mark.parametrize(
+    "from_mesh", [("1d", 3), ("hsdp", 4), ("tp", 4), ("columns", 3), ("plain", 2)], ids=mesh_id
+)
 def test_layouts(saved: Any, from_mesh: tuple[str, int], layout: str) -> None:
     folder, expected = saved(*from_mesh, layout)
     files = {p.name for p in (folder / f"step-{STEPS:06d}").iterdir() if p.is_file()}
+    last = f"{from_mesh[1] - 1:05d}"
     if layout == "shared":
         assert files == {"model.safetensors", "optim.safetensors"}
+    elif layout == ONE_FILE:
+        assert files == {f"{kind}-ranks-00000-{last}.safetensors" for kind in ("model", "optim")}
     else:
         assert "model-rank-00000.safetensors" in files
+    with open_checkpoint(folder / f"step-{STEPS:06d}") as source:
+        assert check(source).checksums
     for kind, num_ranks in [("1d", 2), ("tp", 4)]:
         run_on(num_ranks, load, str(folder), kind, expected)
 

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -44,26 +45,41 @@ INDEX = Path(".fsdp2", "index.fsdp2")
 
 
 def manifests_of(
-    shapes: dict[str, tuple[int, ...]], mesh: tuple[int, int], layout: str, replicas: int = 1
+    shapes: dict[str, tuple[int, ...]],
+    mesh: tuple[int, int],
+    layout: str,
+    replicas: int = 1,
+    together: int = 1,
 ) -> list[Manifest]:
     """Of ranks on a mesh that cuts dim 0 and, where there is one, dim 1; replicas take turns."""
     num_ranks = mesh[0] * mesh[1] * replicas
     ranks, found = tuple(range(num_ranks)), []
-    for rank in ranks:
+
+    def share(number: int, shape: tuple[int, ...], rank: int) -> tuple[Box, bool]:
         place, replica = divmod(rank, replicas)
         row, column = divmod(place, mesh[1])
+        cuts = [(0, size) for size in shape]
+        for dim, (parts_of_dim, mine) in enumerate(((mesh[0], row), (mesh[1], column))):
+            if dim < len(shape):
+                cuts[dim] = split_evenly(shape[dim], parts_of_dim, mine)
+        alone = all(not (mine and dim >= len(shape)) for dim, mine in enumerate((row, column)))
+        box = Box(tuple(start for start, _ in cuts), tuple(size for _, size in cuts))
+        return box, alone and number % replicas == replica
+
+    def written(number: int, shape: tuple[int, ...], rank: int) -> int:
+        box, writes = share(number, shape, rank)
+        return box.numel * writes
+
+    for rank in ranks:
         parts = []
         for number, (name, shape) in enumerate(shapes.items()):
-            cuts = [(0, size) for size in shape]
-            for dim, (parts_of_dim, mine) in enumerate(((mesh[0], row), (mesh[1], column))):
-                if dim < len(shape):
-                    cuts[dim] = split_evenly(shape[dim], parts_of_dim, mine)
-            alone = all(not (mine and dim >= len(shape)) for dim, mine in enumerate((row, column)))
-            box = Box(tuple(start for start, _ in cuts), tuple(size for _, size in cuts))
+            box, writes = share(number, shape, rank)
             kind = "optim" if name.startswith("optim.") else "model"
-            writes = alone and number % replicas == replica
-            parts.append(TensorPart(kind, TensorInfo(name, "F32", shape), box, box, ranks, writes))
-        plan = plan_save(parts, rank, ranks, layout=layout, max_file_bytes=4000)
+            info, by = TensorInfo(name, "F32", shape), partial(written, number, shape)
+            parts.append(TensorPart(kind, info, box, box, ranks, writes, by))
+        plan = plan_save(
+            parts, rank, ranks, layout=layout, max_file_bytes=4000, ranks_per_file=together
+        )
         sets = plan.recorded(
             [
                 hash((rank, planned.part.tensor.name, block)) % 2**32
@@ -113,6 +129,7 @@ sizes = st.integers(1, 40)
     st.tuples(st.integers(1, 7), st.integers(1, 3)),
     st.sampled_from(["shared", "per-rank"]),
     st.integers(1, 3),
+    st.integers(1, 5),
     st.integers(1, 4),
     st.data(),
 )
@@ -122,12 +139,13 @@ def test_every_box_is_found(
     mesh: tuple[int, int],
     layout: str,
     replicas: int,
+    together: int,
     stretch: int,
     data: st.DataObject,
 ) -> None:
     named = {f"t{i}": shape for i, shape in enumerate(shapes)}
     named |= {f"optim.exp_avg.t{i}": shape for i, shape in enumerate(shapes[:2])}
-    manifests = manifests_of(named, mesh, layout, replicas)
+    manifests = manifests_of(named, mesh, layout, replicas, together)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(index_format, "STRETCH", stretch)
         patch.setattr(indexing, "STRETCH", stretch)

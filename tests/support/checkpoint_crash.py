@@ -10,11 +10,14 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from math import prod
 from pathlib import Path
 
 import torch
 from safetensors.torch import load, load_file
 from torch import Tensor
+from typing_extensions import override
 
 from fsdp2.checkpoint.errors import CheckpointError
 from fsdp2.checkpoint.format.disk import Disk
@@ -29,7 +32,17 @@ from fsdp2.checkpoint.saving.job import SaveJob, SaveOptions
 from fsdp2.dtensor.boxes import Box, split_evenly
 
 NAME = "step-000001"
+TOGETHER = "two ranks per file"
+LAYOUTS = ("shared", "per-rank", TOGETHER)
 Before = Callable[[str, str], None]
+
+
+class _Together(SaveOptions):
+    """Of files of boxes, each is written by two ranks."""
+
+    @override
+    def ranks_per_file(self, num_ranks: int) -> int:
+        return 2
 
 
 class Crash(BaseException):
@@ -68,10 +81,19 @@ def captured(whole: dict[str, Tensor], rank: int, num_ranks: int, seed: int) -> 
             box = Box((start,) + (0,) * (len(shape) - 1), (num, *shape[1:]))
             typical = Box.whole((split_evenly(shape[0], num_ranks, 0)[1], *shape[1:]))
             local, writes = tensor[start : start + num], True
-        result.parts.append(TensorPart(kind, describe(name, tensor), box, typical, ranks, writes))
+        by = partial(_written, shape, num_ranks)
+        info = describe(name, tensor)
+        result.parts.append(TensorPart(kind, info, box, typical, ranks, writes, by))
         if writes:
             result.locals[kind, name] = local
     return result
+
+
+def _written(shape: tuple[int, ...], num_ranks: int, rank: int) -> int:
+    """How many elements of a tensor a rank writes."""
+    if not shape:
+        return int(rank == 0)
+    return split_evenly(shape[0], num_ranks, rank)[1] * prod(shape[1:])
 
 
 def make_job(
@@ -89,6 +111,9 @@ def make_job(
     num_threads: int = 1,
 ) -> SaveJob:
     whole = tensors(seed) if whole is None else whole
+    kind = _Together if layout == TOGETHER else SaveOptions
+    of_boxes = "per-rank" if layout == TOGETHER else layout
+    options = kind(of_boxes, max_file_bytes, num_threads=num_threads)
     return SaveJob(
         root,
         name,
@@ -96,7 +121,7 @@ def make_job(
         rank,
         tuple(range(num_ranks)),
         captured(whole, rank, num_ranks, seed),
-        SaveOptions(layout, max_file_bytes, num_threads=num_threads),
+        options,
         Disk(before),
     )
 

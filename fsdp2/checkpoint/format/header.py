@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -144,6 +145,16 @@ class Header:
     offsets: dict[str, int]
     metadata: dict[str, str]
     data_start: int
+
+    def at(self, offset: int) -> TensorInfo | None:
+        """The tensor that has the byte ``offset``."""
+        found = bisect_right(self._ordered, (offset, MAX_TENSOR_BYTES, "")) - 1
+        return self.tensors[self._ordered[found][2]] if found >= 0 else None
+
+    @cached_property
+    def _ordered(self) -> list[tuple[int, int, str]]:
+        """Where each tensor begins; behind others those that have bytes."""
+        return sorted((self.offsets[t.name], t.nbytes, t.name) for t in self.tensors.values())
 
 
 def header_length(first_bytes: bytes, file_size: int, file: str) -> int:

@@ -9,13 +9,13 @@ import hashlib
 import json
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ...dtensor.boxes import Box
 from ..errors import CorruptCheckpoint
-from .header import FileInfo, TensorInfo, bytes_of
+from .header import FileInfo, Header, TensorInfo, bytes_of
 from .ranges import Ranges
 
 FOLDER = ".fsdp2"
@@ -35,6 +35,8 @@ class TensorPart:
             is chosen, so that all ranks choose the same.
         ranks: all ranks that hold a part.
         writes: whether this rank writes it; a replica does not.
+        written_by: how many elements each of ``ranks`` writes. Only asked where several of them
+            write their boxes into one file.
     """
 
     kind: str
@@ -43,6 +45,7 @@ class TensorPart:
     typical: Box
     ranks: tuple[int, ...]
     writes: bool
+    written_by: Callable[[int], int] | None = field(default=None, compare=False)
 
 
 class Chunk(NamedTuple):
@@ -53,7 +56,7 @@ class Chunk(NamedTuple):
         file: its name in the checkpoint's folder.
         box: which part of the tensor.
         offset: None in a file of whole tensors, where the header says where the box is; in a file
-            of one rank the first byte of the box, which is contiguous there.
+            of boxes the first byte of this one, which is contiguous there.
         checksums: CRC32 of every block of 1 MiB of the box's bytes in row-major order.
     """
 
@@ -67,6 +70,22 @@ class Chunk(NamedTuple):
     def nbytes(self) -> int:
         return bytes_of(self.tensor.dtype, self.box.shape)
 
+    def place_in(self, header: Header) -> int | None:
+        """The first byte of the box, or of the whole tensor; None if its file has another there."""
+        tensor, entry = self.tensor, header.tensors.get(self.tensor.name)
+        if self.offset is None:
+            return header.offsets[tensor.name] if entry == tensor else None
+        entry = header.at(self.offset)
+        if entry is None:
+            return None
+        begin = header.offsets[entry.name]
+        if is_section(entry):
+            fits = entry.dtype == tensor.dtype
+            fits &= self.offset + self.nbytes <= begin + entry.nbytes
+        else:
+            fits = entry == tensor._replace(shape=self.box.shape) and begin == self.offset
+        return self.offset if fits else None
+
 
 # Tensors that ranks save together, in an order that all of them know; each with the file that holds
 # it whole, or with its kind if ranks hold parts of it in files of their own.
@@ -79,7 +98,7 @@ class Group(NamedTuple):
     Layers repeat shapes. So a rank has few groups, however many tensors a model has.
 
     Attributes:
-        file: the rank's own file that holds the boxes; "" if files hold whole tensors.
+        file: the file of boxes that holds these; "" if files hold whole tensors.
         dtype, shape: of each tensor.
         box: which part of each.
         tensors: their positions in the table of their set.
@@ -137,7 +156,7 @@ class SetOfFiles:
     Attributes:
         ranks: the ranks that share the tensors in them.
         files: those that this rank writes to; each has its header when the checkpoint is committed.
-        whole: whether the files hold whole tensors; otherwise each holds boxes of one rank.
+        whole: whether the files hold whole tensors; otherwise each holds boxes of one rank or more.
         digest: of names, headers and sizes; equal on all ranks of the set.
         headers: of files of whole tensors; only in the manifest of the set's first rank.
         tensors: all of the set; also only there.
@@ -221,6 +240,16 @@ def state_name(rank: int) -> str:
 def own_name(rank: int) -> str:
     """The file of tensors that only this rank has: buffers, and state that is not sharded."""
     return f"own-{rank:05d}.safetensors"
+
+
+def section_of(rank: int, dtype: str, num: int) -> TensorInfo:
+    """All that ``rank`` writes of a dtype, ``num`` elements, in a file of several ranks' boxes."""
+    return TensorInfo(f"rank-{rank:05d}.{dtype}", dtype, (num,))
+
+
+def is_section(entry: TensorInfo) -> bool:
+    """Whether a file has a rank's boxes there, one after the other; otherwise a tensor."""
+    return re.fullmatch(rf"rank-\d{{5,}}\.{entry.dtype}", entry.name) is not None
 
 
 def parse_marker_name(name: str) -> tuple[int, int] | None:

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from ...dtensor.boxes import Box, overlapping
 from ..errors import CheckpointError, CorruptCheckpoint, some
-from ..format.header import Header, TensorInfo, parse_json
+from ..format.header import Header, parse_json
 from ..format.index import NAME, BoxEntry, Index, Partition, Row
 from ..format.manifest import (
     FOLDER,
@@ -248,13 +248,17 @@ def _collect(source: Source) -> None:
             continue  # the same tensor again, written by ranks that share no files with these
         if file not in headers:
             raise CorruptCheckpoint(f"{source.path}: '{name}' lies in {file}, of no manifest")
-        _check_chunk(source, chunk, headers[file], stored.info)
+        offset = chunk.place_in(headers[file])
+        if offset is None or tensor != stored.info:
+            raise CorruptCheckpoint(
+                f"{source.path}/{file}: tensor '{name}' is not what the manifest says"
+            )
         if in_own_file is not None or not stored.extents:
             holds = box
             if in_own_file is None:
                 holds = wholes.get(tensor.shape) or Box.whole(tensor.shape)
                 wholes[tensor.shape] = holds
-            stored.extents.append(Extent(file, holds, headers[file].offsets[name]))
+            stored.extents.append(Extent(file, holds, offset))
         stored.chunks.append(chunk)
     apart: set[tuple[Box, ...]] = set()  # equal layers are cut in the same way
     for stored in (*source.tensors.values(), *source.optimizer.values()):
@@ -264,9 +268,9 @@ def _collect(source: Source) -> None:
             apart.add(boxes)
     for file, header in headers.items():
         for name, tensor in header.tensors.items():
-            table = _table_of(source, file, name)
             if tensor.nbytes == 0:  # no rank writes a chunk of zero bytes
                 extent = Extent(file, Box.whole(tensor.shape), header.offsets[name])
+                table = _table_of(source, file, name)
                 table.setdefault(name, Stored(tensor, [extent]))
 
 
@@ -286,20 +290,6 @@ def _check_apart(source: Source, name: str, boxes: tuple[Box, ...]) -> None:
         raise CorruptCheckpoint(
             f"{source.path}: of '{name}' two ranks wrote the same part: "
             f"{both[0].shape} at {both[0].start} and {both[1].shape} at {both[1].start}"
-        )
-
-
-def _check_chunk(source: Source, chunk: Chunk, header: Header, as_of_others: TensorInfo) -> None:
-    tensor = chunk.tensor
-    in_file = tensor if chunk.offset is None else tensor._replace(shape=chunk.box.shape)
-    if (
-        header.tensors.get(tensor.name) != in_file
-        or tensor != as_of_others
-        or chunk.offset not in (None, header.offsets[tensor.name])
-    ):
-        raise CorruptCheckpoint(
-            f"{source.path}/{chunk.file}: tensor '{chunk.tensor.name}' is not what the manifest "
-            "says"
         )
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ...common.host import num_cores
-from ...dtensor.placement import all_ranks
+from ...dtensor.placement import ranks_of_host
 from ..format.checksum import crc32
 from ..format.manifest import BLOCK_BYTES
 from .source import Source
@@ -132,8 +132,7 @@ def in_threads(source: Source, tasks: Iterable[ReadTask], num_threads: int) -> I
 
 def cores_of_rank() -> int:
     """How many cores each rank of this host has."""
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", len(all_ranks())))
-    return num_cores() // max(1, num_ranks)
+    return num_cores() // max(1, ranks_of_host())
 
 
 def _while_cached(

@@ -35,7 +35,7 @@ from pathlib import Path
 from ...common.threads import submit
 from ..errors import CheckpointError, CheckpointExists
 from ..format.disk import Disk, temporary_name
-from ..format.header import frame
+from ..format.header import FileInfo, frame
 from ..format.index import NAME
 from ..format.manifest import (
     ANY_FAILED,
@@ -425,6 +425,7 @@ def agreeing(manifests: Iterable[Manifest]) -> Iterator[Manifest]:
     digests: dict[Ranges, tuple[int, str]] = {}
     tables: dict[tuple[Ranges, int], Table] = {}  # by the set, and the rank that describes it
     written: Counter[tuple[Ranges, int, Ranges]] = Counter()  # bytes of each of these tensors
+    boxes: dict[str, tuple[int, FileInfo]] = {}  # files that several ranks may write, and the first
     for manifest in manifests:
         for files in manifest.sets:
             first, digest = digests.setdefault(files.ranks, (manifest.rank, files.digest))
@@ -434,6 +435,13 @@ def agreeing(manifests: Iterable[Manifest]) -> Iterator[Manifest]:
                     f"what ranks {list(files.ranks)} save together. If parts of the model exist "
                     "on some ranks only, name them with rank_local="
                 )
+            for file, info in () if files.whole else files.files.items():
+                first, as_of_first = boxes.setdefault(file, (manifest.rank, info))
+                if info != as_of_first:
+                    raise CheckpointError(
+                        f"Ranks {first} and {manifest.rank} disagree on the sizes of what each "
+                        f"rank writes into {file}: are their meshes the same?"
+                    )
             describes = manifest.rank if files.tensors else files.ranks[0]
             if files.tensors:
                 tables[files.ranks, describes] = files.tensors

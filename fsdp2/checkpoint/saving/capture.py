@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ...common.modules import own_state, plain_modules
 from ...dtensor.boxes import Box
-from ...dtensor.placement import Balance, Holding, box_of, holding, own_box, ranks_of
+from ...dtensor.placement import Balance, Holding, RankBoxes, holding, own_box, ranks_of
 from ...dtensor.subclasses import is_subclass
 from ..errors import CheckpointError, some
 from ..format.inner import entries_of
@@ -347,26 +348,43 @@ def own_part_of(tensor: Tensor, name: str) -> Box:
 def add_parts(captured: Captured, entries: Sequence[CapturedTensor], rank: int) -> None:
     """Decide who writes which entry, and add the parts and tensors of this rank."""
     balance = Balance()
-    typical: dict[int, Box] = {}  # of the holding with this id: it says how tensors are laid out
+    known: dict[int, _Shares] = {}  # by id of the boxes, which many tensors share
     for entry in entries:
         held, info = entry.holding, describe(entry.name, entry.tensor)
-        if is_subclass(entry.tensor):
-            owner = balance.owner(held, held.box.numel * info.itemsize)
-            if held.replica == owner:
-                _add_inner(captured, entry, rank)
-            continue
-        nbytes = held.box.numel * info.itemsize
+        shares = known.get(id(held.boxes))
+        if shares is None:
+            shares = known[id(held.boxes)] = _Shares(held.boxes)
+        # The first rank's bytes, for those of all: each has to come to the same owners.
+        nbytes = shares.first_box.numel * info.itemsize
         # If a buffer may differ between ranks, the first rank's goes into the model's file.
         owner = 0 if entry.per_rank else balance.owner(held, nbytes)
         writes = held.replica == owner
+        if is_subclass(entry.tensor):
+            if writes:
+                _add_inner(captured, entry, rank)
+            continue
         if entry.per_rank and not writes:
             captured.own[entry.name] = entry.tensor
-        if id(held) not in typical:
-            typical[id(held)] = _typical(entry.tensor, held)
-        part = TensorPart(entry.kind, info, held.box, typical[id(held)], held.ranks, writes)
+        written_by = partial(shares.written_by, owner)
+        part = TensorPart(
+            entry.kind, info, held.box, shares.first_box, held.ranks, writes, written_by
+        )
         captured.parts.append(part)
         if writes:
             captured.locals[entry.kind, entry.name] = entry.tensor
+
+
+class _Shares:
+    """What the ranks write of tensors that are cut alike."""
+
+    def __init__(self, boxes: RankBoxes) -> None:
+        self.first_box = boxes.first_box
+        self._held_by = lru_cache(None)(boxes.held_by)
+
+    def written_by(self, owner: int, rank: int) -> int:
+        """How many elements ``rank`` writes if ``owner`` does so among the replicas."""
+        box, replica = self._held_by(rank)
+        return box.numel if replica == owner else 0
 
 
 def _add_inner(captured: Captured, entry: CapturedTensor, rank: int) -> None:
@@ -380,13 +398,6 @@ def _add_inner(captured: Captured, entry: CapturedTensor, rank: int) -> None:
 def values_of(tensor: Tensor) -> Tensor:
     """The local tensor; lazy conjugation and negation (flags of torch) are carried out."""
     return local_of(tensor).resolve_conj().resolve_neg()
-
-
-def _typical(tensor: Tensor, held: Holding) -> Box:
-    if not isinstance(tensor, DTensor):
-        return held.box
-    mesh = tensor.device_mesh
-    return box_of(held.shape, tuple(mesh.shape), tuple(tensor.placements), (0,) * mesh.ndim)
 
 
 def capture(

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from safetensors.torch import save as safetensors_bytes
 
+from ...common.pinned import power_of_two
 from ...common.versions import __version__
+from ...dtensor.placement import ranks_of_host
 from ..errors import CheckpointError
 from ..format.disk import Disk
 from ..format.manifest import FOLDER, Manifest, own_name, state_name
@@ -34,6 +36,7 @@ from .staging import Staged
 from .writing import MAX_FILE_BYTES, Progress, SavePlan, Writer, plan_save
 
 LAYOUTS = ("auto", "shared", "per-rank")
+MANY_FILES = 512  # of a kind in a folder; with more, several ranks write one
 
 
 @dataclass(frozen=True)
@@ -42,20 +45,50 @@ class SaveOptions:
 
     Attributes:
         layout: "shared", "per-rank" or "auto".
-        max_file_bytes: of one file of a checkpoint.
+        max_file_bytes: of one file of whole tensors.
         grace_s: leftovers of an attempt are removed after this many seconds without a write; those
             of one that was given up after a minute at most.
         num_threads: threads per rank that write.
+        files_per_host: into how many files of boxes the ranks of a host write together; None: see
+            `ranks_per_file`.
     """
 
     layout: str = "auto"
     max_file_bytes: int = MAX_FILE_BYTES
     grace_s: float = 3600.0
     num_threads: int = 2
+    files_per_host: int | None = None
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout must be one of {LAYOUTS}, got {self.layout!r}")
+        if self.files_per_host is None:
+            return
+        if self.layout == "shared":
+            raise ValueError(
+                "files_per_host is for the layouts 'per-rank' and 'auto': the files of layout "
+                "'shared' are those of the whole model"
+            )
+        num = ranks_of_host()
+        if type(self.files_per_host) is not int or self.files_per_host < 1:
+            raise ValueError(
+                f"files_per_host must be a number of files, got {self.files_per_host!r}"
+            )
+        if num % self.files_per_host:
+            raise ValueError(
+                f"files_per_host must divide the {num} ranks of a host, got {self.files_per_host}"
+            )
+
+    def ranks_per_file(self, num_ranks: int) -> int:
+        """How many ranks in a row write the same file of boxes.
+
+        With layout "per-rank" one: not every storage takes a file from several writers.
+        """
+        if self.files_per_host is not None:
+            return ranks_of_host() // self.files_per_host
+        if self.layout == "per-rank":
+            return 1
+        return power_of_two(-(-num_ranks // MANY_FILES))
 
 
 class SaveJob:
@@ -94,6 +127,7 @@ class SaveJob:
             self.ranks,
             layout=self.options.layout,
             max_file_bytes=self.options.max_file_bytes,
+            ranks_per_file=self.options.ranks_per_file(len(self.ranks)),
         )
 
     def begin(self) -> None:

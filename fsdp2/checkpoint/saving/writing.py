@@ -11,6 +11,7 @@ import hashlib
 import json
 import struct
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from ...dtensor.boxes import Box, run_numel, run_offsets
 from ..format.checksum import crc32
 from ..format.disk import Disk
 from ..format.header import FilePlan, TensorInfo, frame, plan_file, plan_files
-from ..format.manifest import BLOCK_BYTES, Group, SetOfFiles, TensorPart
+from ..format.manifest import BLOCK_BYTES, Group, SetOfFiles, TensorPart, kind_of, section_of
 from ..format.ranges import Ranges
 
 PIECE_BYTES = 4 * BLOCK_BYTES  # per task: still in cache when it is written after its checksum
@@ -28,6 +29,7 @@ SYNC_BYTES = 64 << 20  # the disk is told to start after every so many bytes
 SHARED_MIN_RUN_BYTES = 256 << 10
 SHARED_MAX_RUNS = 2048
 MAX_FILE_BYTES = 5_000_000_000
+Places = dict[tuple[str, str], tuple[str, int]]  # by kind and name of a tensor: file, first byte
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,13 @@ class SavePlan:
 
     Attributes:
         sets: without groups, which `recorded` adds.
-        headers: of this rank's own files. The rank that commits writes those of the others.
+        headers: of files of boxes the piece of the header that this rank writes, and at which byte.
+            The rank that commits writes the headers of files of whole tensors.
     """
 
     sets: tuple[SetOfFiles, ...]
     chunks: tuple[PlannedChunk, ...]
-    headers: dict[str, str]
+    headers: dict[str, tuple[int, bytes]]
 
     @property
     def nbytes(self) -> int:
@@ -114,6 +117,7 @@ def plan_save(
     *,
     layout: str = "auto",
     max_file_bytes: int = MAX_FILE_BYTES,
+    ranks_per_file: int = 1,
 ) -> SavePlan:
     """Decide which bytes this rank writes where.
 
@@ -121,33 +125,33 @@ def plan_save(
         parts: what this rank holds, in an order that is the same on all ranks.
         rank, ranks: this rank, and all ranks of the save.
         layout: "shared": every rank writes its ranges of the final files; "per-rank": it writes
-            files of its own; "auto": shared, unless that would mean very many small ranges.
+            files of boxes; "auto": shared, unless that would mean very many small ranges.
+        ranks_per_file: how many ranks in a row write the same file of boxes.
     """
     sets: list[SetOfFiles] = []
-    chunks, headers = [], {}
+    chunks: list[PlannedChunk] = []
+    headers: dict[str, tuple[int, bytes]] = {}
     for members in dict.fromkeys(part.ranks for part in parts):
         own = [part for part in parts if part.ranks == members]
         shared = layout == "shared" or (layout == "auto" and _suits_shared_files(own))
         if shared:
-            files = _shared_files(own, members, ranks, max_file_bytes)
+            files, places = _shared_files(own, members, ranks, max_file_bytes)
         else:
-            files = _files_of_rank(own, rank, ranks)
-        texts = {file: plan.header for file, plan in files.items()}
-        if not shared:
-            headers.update(texts)
-        places = {(f[:5], t.name): f for f, plan in files.items() for t in plan.tensors}
+            group = [r for r in members if r // ranks_per_file == rank // ranks_per_file]
+            files, places = _files_of_boxes(own, rank, group, ranks)
+            for file, plan in files.items():
+                headers[file] = _share(frame(plan.header), group.index(rank), len(group))
         # Of equal shapes next to each other, so that a few ranges name the tensors of a group.
         ordered = sorted(own, key=lambda part: (part.kind, *part.tensor[1:]))
         positions = {(p.kind, p.tensor.name): position for position, p in enumerate(ordered)}
         for part in own:
             if part.writes and part.box.numel:
                 key = part.kind, part.tensor.name
-                offset = files[places[key]].offsets[part.tensor.name]
                 chunks.append(
-                    PlannedChunk(part, len(sets), positions[key], places[key], offset, shared)
+                    PlannedChunk(part, len(sets), positions[key], *places[key], whole=shared)
                 )
         table = [
-            (places[part.kind, part.tensor.name] if shared else part.kind, part.tensor)
+            (places[part.kind, part.tensor.name][0] if shared else part.kind, part.tensor)
             for part in ordered
             if rank == members[0]
         ]
@@ -156,8 +160,8 @@ def plan_save(
                 Ranges.of(members),
                 {file: plan.info for file, plan in files.items()},
                 shared,
-                _digest(files) if shared else _digest_of_tensors(own),
-                texts if shared and rank == members[0] else {},
+                _digest(files) if shared else _digest_of_tensors(own, ranks_per_file),
+                _texts(files) if shared and rank == members[0] else {},
                 tuple(table),
             )
         )
@@ -183,8 +187,8 @@ def _shared_files(
     members: tuple[int, ...],
     ranks: tuple[int, ...],
     max_file_bytes: int,
-) -> dict[str, FilePlan]:
-    """Files of whole tensors, named as Hugging Face names them."""
+) -> tuple[dict[str, FilePlan], Places]:
+    """Files of whole tensors, named as Hugging Face names them, and where each tensor is."""
     tag = ""
     if members != ranks:
         tag = f"-of-ranks-{hashlib.sha256(repr(members).encode()).hexdigest()[:8]}"
@@ -197,28 +201,73 @@ def _shared_files(
         for i, plan in enumerate(plans):
             number = f"-{i + 1:05d}-of-{len(plans):05d}" if len(plans) > 1 else ""
             files[f"{kind}{tag}{number}.safetensors"] = plan
-    return files
+    return files, {
+        (kind_of(file), tensor.name): (file, plan.offsets[tensor.name])
+        for file, plan in files.items()
+        for tensor in plan.tensors
+    }
 
 
-def _files_of_rank(
-    parts: Sequence[TensorPart], rank: int, ranks: tuple[int, ...]
-) -> dict[str, FilePlan]:
-    """Files of this rank's own, with the boxes that it writes."""
-    files = {}
+def _texts(files: dict[str, FilePlan]) -> dict[str, str]:
+    return {file: plan.header for file, plan in files.items()}
+
+
+def _files_of_boxes(
+    parts: Sequence[TensorPart], rank: int, group: Sequence[int], ranks: tuple[int, ...]
+) -> tuple[dict[str, FilePlan], Places]:
+    """Files with the boxes that the ranks of a group write, and where those of this rank are.
+
+    Boxes of a single rank have the names of their tensors. In files of several ranks there is one
+    entry for a rank and dtype, so that each rank writes in one place, and the header stays small.
+    """
+    files: dict[str, FilePlan] = {}
+    places: Places = {}
+    alone = len(group) == 1
+    of = f"rank-{rank:05d}" if alone else f"ranks-{group[0]:05d}-{group[-1]:05d}"
+    if parts[0].ranks != ranks:
+        of += f"-{hashlib.sha256(repr(parts[0].ranks).encode()).hexdigest()[:8]}"
     for kind in ("model", "optim"):
-        own = [part for part in parts if part.kind == kind and part.writes]
-        boxes = [
-            TensorInfo(part.tensor.name, part.tensor.dtype, part.box.shape)
-            for part in own
-            if part.box.numel
-        ]
+        of_kind = [part for part in parts if part.kind == kind]
+        own = [part for part in of_kind if part.writes and part.box.numel]
+        if alone:
+            entries = [p.tensor._replace(shape=p.box.shape) for p in own]
+        else:
+            entries = _sections(of_kind, group)
         # Tensors without elements have no bytes to write: they only appear in a header.
-        boxes += [part.tensor for part in own if not part.tensor.nbytes and rank == part.ranks[0]]
-        if boxes:
-            members = hashlib.sha256(repr(parts[0].ranks).encode()).hexdigest()[:8]
-            tag = "" if parts[0].ranks == ranks else f"-{members}"
-            files[f"{kind}-rank-{rank:05d}{tag}.safetensors"] = plan_file(boxes)
-    return files
+        entries += [p.tensor for p in of_kind if not p.tensor.nbytes and p.ranks[0] in group]
+        if not entries:
+            continue
+        file = f"{kind}-{of}.safetensors"
+        plan = files[file] = plan_file(entries)
+        filled: Counter[str] = Counter()  # bytes by dtype
+        for part in own:
+            name, dtype, _ = part.tensor
+            entry = name if alone else section_of(rank, dtype, 0).name
+            places[kind, name] = file, plan.offsets[entry] + filled[dtype]
+            if not alone:
+                filled[dtype] += part.box.numel * part.tensor.itemsize
+    return files, places
+
+
+def _sections(parts: Sequence[TensorPart], group: Sequence[int]) -> list[TensorInfo]:
+    """An entry for what each rank of a group writes of each dtype."""
+    sections = []
+    for rank in group:
+        sizes: Counter[str] = Counter()
+        for part in parts:
+            assert part.written_by is not None
+            sizes[part.tensor.dtype] += part.written_by(rank)
+        sections += [section_of(rank, dtype, num) for dtype, num in sizes.items() if num]
+    return sections
+
+
+def _share(header: bytes, position: int, num: int) -> tuple[int, bytes]:
+    """Where the piece of a header begins that one of ``num`` ranks writes, and the piece.
+
+    As long as a piece is missing, zeros are in its place, which no reader accepts.
+    """
+    begin, end = (len(header) * at // num for at in (position, position + 1))
+    return begin, header[begin:end]
 
 
 def _digest(files: dict[str, FilePlan]) -> str:
@@ -226,8 +275,9 @@ def _digest(files: dict[str, FilePlan]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def _digest_of_tensors(parts: Sequence[TensorPart]) -> str:
-    content = [[p.kind, p.tensor.name, p.tensor.dtype, p.tensor.shape] for p in parts]
+def _digest_of_tensors(parts: Sequence[TensorPart], ranks_per_file: int) -> str:
+    tensors = [[p.kind, p.tensor.name, p.tensor.dtype, p.tensor.shape] for p in parts]
+    content = [ranks_per_file, tensors]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
@@ -272,8 +322,9 @@ class Writer:
         """Write and fsync everything; returns the checksums of each chunk.
 
         A file of its final size whose ranges were never written reads as valid zeros. So headers,
-        without which no reader accepts it, are written when the data is durable: those of this
-        rank's own files here, the others by the rank that commits.
+        without which no reader accepts it, are written when the data is durable: those of files of
+        boxes here, and where several ranks write one, by each of them its share of the header;
+        those of files of whole tensors by the rank that commits.
         """
         sizes = {file: info.size for s in self.plan.sets for file, info in s.files.items()}
         pool = ThreadPoolExecutor(max_workers=self.num_threads)
@@ -300,8 +351,8 @@ class Writer:
                 sync.result()
             for file, fd in self._fds.items():
                 self.disk.sync(fd, file)
-            for file, header in self.plan.headers.items():
-                self.disk.write_at(self._fds[file], frame(header), 0, f"header of {file}")
+            for file, (at, piece) in self.plan.headers.items():
+                self.disk.write_at(self._fds[file], piece, at, f"header of {file}")
                 self.disk.sync(self._fds[file], file)
         finally:
             pool.shutdown(cancel_futures=True)

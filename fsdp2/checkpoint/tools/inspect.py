@@ -280,7 +280,7 @@ def _every_chunk(source: Source) -> Iterator[tuple[Stored, Box]]:
     for _, chunk in source.chunks():
         if chunk.file not in headers:
             headers[chunk.file] = source.read_header(chunk.file)
-        offset = headers[chunk.file].offsets.get(chunk.tensor.name)
+        offset = chunk.place_in(headers[chunk.file])
         if offset is None:
             raise CorruptCheckpoint(
                 f"{source.path}/{chunk.file}: tensor '{chunk.tensor.name}' is missing"
