@@ -79,6 +79,7 @@ def _commit(root: Path, n: int) -> tuple[Counted, Counted]:
         committed = attempt_of(root, 0, tuple(range(n))).commit()  # not one that has waited
     assert committed
     counted["bytes beside data files"] = bytes_beside(root)
+    counted["files"] = float(sum(path.is_file() for path in root.rglob("*")))
     return waiting, counted
 
 

@@ -72,8 +72,9 @@ def _outline(remote: _Remote, path: Path) -> list[str]:
     text = remote.get(marker)
     manifest = checked(load(text, marker), part, f"the manifest of {part}")
     (path / FOLDER / marker).write_bytes(text)
-    for name in manifest.small_files:
-        (path / FOLDER / os.path.basename(name)).write_bytes(remote.get(name))
+    for name, small in manifest.small_files.items():
+        if small.num_bytes is None:
+            (path / FOLDER / os.path.basename(name)).write_bytes(remote.get(name))
     files = {os.path.basename(f): info for s in manifest.sets for f, info in s.files.items()}
     for file, info in files.items():
         header = memoryview(bytearray(info.header_bytes))

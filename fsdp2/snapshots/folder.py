@@ -9,8 +9,7 @@
         rank-00003-of-00008/            a part: its own, or a copy of another host's
           model-rank-00003.safetensors  a checkpoint with layout="per-rank", as far as one rank
           optim-rank-00003.safetensors  writes it
-          state-00003.json
-          rank-00003-of-00008.json      its manifest, with checksums of everything
+          rank-00003-of-00008.json      its manifest, with checksums of everything, and its values
       .incoming-...                     a part that is being written; .restore-...: for a load
 
 A part appears by one rename, when everything in it is written, and goes by one rename. So a process
@@ -21,7 +20,6 @@ are still what was written is checked before they are used.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import re
 import secrets
@@ -36,8 +34,8 @@ from ..checkpoint.format.checksum import crc32
 from ..checkpoint.format.disk import Disk, read_exactly
 from ..checkpoint.format.header import FileInfo, info_of
 from ..checkpoint.format.manifest import BLOCK_BYTES, Group, Manifest, marker_name
-from ..checkpoint.format.marker import load
-from ..checkpoint.format.strict import MAX_SMALL_BYTES, read_small, small_limit
+from ..checkpoint.format.marker import load, read_marker
+from ..checkpoint.format.small_state import read_small_file
 from .choice import Generation, PartName
 
 PREFIX = "fsdp2-snapshots-"
@@ -209,7 +207,7 @@ class Folder:
         """
         path = self.path_of(part) / marker_name(part.rank, part.num_ranks)
         try:
-            manifest = load(read_small(path, MAX_SMALL_BYTES), str(path))
+            manifest = load(read_marker(path), str(path))
         except FileNotFoundError as error:
             raise CorruptCheckpoint(f"{path} is missing") from error
         return checked(manifest, part, str(path))
@@ -226,12 +224,10 @@ class Folder:
         path = path or self.path_of(part)
         marker = path / marker_name(part.rank, part.num_ranks)
         try:
-            manifest = load(read_small(marker, MAX_SMALL_BYTES), str(marker))
+            manifest = load(read_marker(marker), str(marker))
             checked(manifest, part, str(marker))
-            for name, digest in manifest.small_files.items():
-                data = read_small(path / name, small_limit(name))
-                if hashlib.sha256(data).hexdigest() != digest:
-                    raise CorruptCheckpoint(f"{path / name}: the checksum is wrong")
+            for name, small in manifest.small_files.items():
+                read_small_file(path, marker.name, name, small)
             for files in manifest.sets:
                 for name, info in files.files.items():
                     groups = [group for group in files.groups if group.file == name]

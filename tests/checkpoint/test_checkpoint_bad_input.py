@@ -25,9 +25,10 @@ from torch.distributed.tensor import DTensor
 from checkpoint_cases import Tied, adamw, assert_equal_bits, build, train, whole_state
 from fsdp2.checkpoint import Checkpointer, CheckpointNotFound, CorruptCheckpoint, load_model
 from fsdp2.checkpoint.format.header import ALIGN_BYTES
-from fsdp2.checkpoint.format.marker import signed
+from fsdp2.checkpoint.format.marker import read_marker, signed
 from fsdp2.checkpoint.loading import fill
 from harness import ours_only, run_on
+from old_manifests import as_version_1
 
 pytestmark = ours_only("checkpoints")
 
@@ -197,7 +198,17 @@ def no_manifest(step: Path) -> list[str]:
 
 def without_index(step: Path) -> None:
     """As checkpoints of earlier releases are: the manifests of all ranks are read."""
-    (step / ".fsdp2" / "index.fsdp2").unlink()
+    (step / ".fsdp2" / "index.fsdp2").unlink(missing_ok=True)
+
+
+def of_version_1(damage: Callable[[Path], list[str]]) -> Callable[[Path], list[str]]:
+    """In a checkpoint of an earlier release, whose values are files."""
+
+    def changed(step: Path) -> list[str]:
+        as_version_1(step)
+        return damage(step)
+
+    return changed
 
 
 def first_entry(old: str, new: str) -> Callable[[str], str]:
@@ -235,7 +246,9 @@ DAMAGE: dict[str, Callable[[Path], list[str]]] = {
     "metadata": header(first_entry('"pt"', '"tp"'), WRONG),
     "padding": header(lambda text: text.rstrip() + "\n", WRONG),
     "no manifest at all": no_manifest,
-    "manifest cut": rewrite(MANIFEST, lambda data: data[:-20], "checksum", "is wrong"),
+    "manifest cut": rewrite(
+        MANIFEST, lambda data: data[: data.index(b'"numbers"') + 20], "checksum", "is wrong"
+    ),
     "manifest of a line": rewrite(MANIFEST, lambda data: data.split(b"\n")[0], "not a manifest"),
     "manifest empty": rewrite(MANIFEST, lambda data: b"", "not a manifest"),
     "manifest edited": rewrite(
@@ -245,9 +258,15 @@ DAMAGE: dict[str, Callable[[Path], list[str]]] = {
     "index cut": rewrite(OWN_INDEX, lambda data: data[:-20], "not an index of version 1"),
     "index empty": rewrite(OWN_INDEX, lambda data: b"", "truncated: it has 0 bytes"),
     "index is a link": replace(OWN_INDEX, "link"),
-    "state cut": rewrite(STATE, lambda data: data[:-1], "the checksum is wrong"),
-    "no state": replace(STATE, "missing"),
-    "state is a link": replace(STATE, "link"),
+    "state cut": rewrite(MANIFEST, lambda data: data[:-1], "the checksum is wrong", "state-00000"),
+    "no state": rewrite(MANIFEST, lambda data: data[:-300], "the checksum is wrong"),
+    "state of version 1 cut, manifest": of_version_1(
+        rewrite(STATE, lambda data: data[:-1], "the checksum is wrong")
+    ),
+    "no state of version 1, manifest": of_version_1(replace(STATE, "missing")),
+    "state of version 1 is a link, manifest": of_version_1(replace(STATE, "link")),
+    "state of version 1 is a folder, manifest": of_version_1(replace(STATE, "folder")),
+    "state of version 1 is a pipe, manifest": of_version_1(replace(STATE, "pipe")),
     "no Hugging Face index": replace(INDEX, "missing"),
     "Hugging Face index edited": rewrite(
         INDEX, lambda data: data.replace(b"00001-of", b"00002-of", 1), "the index is not the one"
@@ -316,7 +335,7 @@ def test_a_file_that_is_in_no_set(originals: Any, tmp_path: Path) -> None:
     shutil.copytree(originals(2), tmp_path, dirs_exist_ok=True)
     without_index(tmp_path / STEP)
     for path in (tmp_path / STEP / ".fsdp2").glob("rank-*.json"):
-        line, _, numbers = path.read_bytes().split(b"\n", 2)
+        line, _, numbers = read_marker(path).split(b"\n", 2)
         content = json.loads(line)
         for tensor in content["sets"][0]["tensors"]:
             tensor[0] = "model-elsewhere.safetensors"
@@ -336,7 +355,7 @@ def test_manifests_of_different_saves(originals: Any, tmp_path: Path, how: str) 
     name = ".fsdp2/rank-00001-of-00002.json"
     manifest = (other / f"step-00000{again}" / name).read_bytes()
     if how == "another run":
-        line, _, numbers = manifest.split(b"\n", 2)
+        line, _, numbers = read_marker(other / f"step-00000{again}" / name).split(b"\n", 2)
         manifest = signed(line.replace(b'"nonce":"', b'"nonce":"ffff'), numbers)
     (tmp_path / STEP / name).write_bytes(manifest)
     for said in run_on(2, attempts, str(tmp_path), True):
@@ -353,6 +372,9 @@ def places(path: Path) -> list[int]:
         text_end = 8 + len(data[8 : 8 + size].rstrip())
         offsets = [t["data_offsets"] for n, t in table.items() if n != "__metadata__"]
         ends = [0, 8, text_end, 8 + size, *(8 + size + end for _, end in offsets)]
+    if path.name.startswith("rank-"):
+        line, second, _ = data.split(b"\n", 2)
+        ends = [0, len(line), len(line) + len(second), len(read_marker(path)), len(data)]
     if path.suffix == ".fsdp2":  # with a stretch of each cut and the place of each rank
         ends = [*range(0, len(data), 128), len(data)]
     regions = [(a, b) for a, b in zip(sorted(ends), sorted(ends)[1:], strict=False) if a < b]

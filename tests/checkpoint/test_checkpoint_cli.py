@@ -161,7 +161,7 @@ def test_verify_names_the_second_block(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("name", "offset", "says"),
     [
-        (".fsdp2/state-00000.json", 20, "the checksum is wrong"),
+        (".fsdp2/rank-00000-of-00001.json", -20, "state-00000.json is damaged"),
         (".fsdp2/rank-00000-of-00001.json", 20, "the checksum of the manifest is wrong"),
         ("optim.safetensors", 30, "not the one that was written"),  # "pt" in its metadata
     ],

@@ -29,7 +29,7 @@ from checkpoint_crash import (
 )
 from fsdp2.checkpoint import CheckpointError, CheckpointExists
 from fsdp2.checkpoint.format.header import Header, header_length, parse_header
-from fsdp2.checkpoint.format.manifest import FOLDER, INDEX, marker_name, own_name, state_name
+from fsdp2.checkpoint.format.manifest import FOLDER, INDEX, marker_name, own_name
 from fsdp2.checkpoint.loading.opening import open_source
 from fsdp2.checkpoint.saving import attempt
 from fsdp2.checkpoint.saving.job import SaveJob
@@ -309,8 +309,7 @@ def test_nothing_is_named_before_it_is_durable(
             # A header stands for data that is durable, so it comes behind an fsync of its own.
             (header,) = log.places("pwrite", f"header of {file}", rank)
             assert max(writes) < syncs[-2] < header < syncs[-1]
-        for small in (state_name(rank), own_name(rank)):
-            assert log.assert_written_whole(small, rank) < opened
+        assert log.assert_written_whole(own_name(rank), rank) < opened
         assert any(i > marker for i in log.places("fsync", FOLDER, rank))
         markers.append(marker)
     assert len(headers) >= len(shared)

@@ -30,6 +30,7 @@ from checkpoint_crash import (
 from fsdp2.checkpoint import CheckpointError, CheckpointExists
 from fsdp2.checkpoint.format.disk import Disk
 from fsdp2.checkpoint.format.manifest import FOLDER, marker_name
+from fsdp2.checkpoint.format.marker import read_marker
 from fsdp2.checkpoint.saving import attempt
 from fsdp2.checkpoint.saving.attempt import Attempt, _left, sweep
 from fsdp2.checkpoint.saving.job import SaveJob
@@ -116,18 +117,17 @@ def test_a_commit_between_two_looks_at_the_name(
     marked: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not there at the first look and there at the second: it is this attempt's all the same."""
-    read_bytes = Path.read_bytes
     others = [make_job(marked, 1)]
 
     def read_then_commit(path: Path) -> bytes:
         try:
-            return read_bytes(path)
+            return read_marker(path)
         except FileNotFoundError:
             while others:
                 assert others.pop().attempt.commit()
             raise
 
-    monkeypatch.setattr(Path, "read_bytes", read_then_commit)
+    monkeypatch.setattr(attempt, "read_marker", read_then_commit)
     assert make_job(marked, 0).attempt.commit()
     assert others == []
     assert committed(marked, 1)

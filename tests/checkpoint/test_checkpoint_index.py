@@ -26,8 +26,16 @@ from fsdp2.checkpoint.checkpointer import peek
 from fsdp2.checkpoint.format import index as index_format
 from fsdp2.checkpoint.format.header import TensorInfo
 from fsdp2.checkpoint.format.index import TAIL, Index
-from fsdp2.checkpoint.format.manifest import BLOCK_BYTES, Manifest, TensorPart, tables_of
+from fsdp2.checkpoint.format.manifest import (
+    BLOCK_BYTES,
+    Manifest,
+    TensorPart,
+    marker_name,
+    tables_of,
+)
+from fsdp2.checkpoint.format.marker import read_marker
 from fsdp2.checkpoint.format.ranges import Ranges
+from fsdp2.checkpoint.format.small_state import SmallFile
 from fsdp2.checkpoint.loading.opening import open_source
 from fsdp2.checkpoint.saving import indexing
 from fsdp2.checkpoint.saving.attempt import check_agreement
@@ -87,7 +95,7 @@ def manifests_of(
             ]
             for planned in plan.chunks
         )
-        small = {f"state-{rank:05d}.json": "digest"}
+        small = {f"state-{rank:05d}.json": SmallFile("digest", 3)}
         found.append(Manifest("n", "s", rank, Ranges.of(ranks), sets, {}, small, {}, "names"))
     check_agreement(found)
     return found
@@ -436,6 +444,7 @@ def test_a_checkpoint_of_an_earlier_release(tmp_path: Path, layout: str) -> None
     for version in (2, 1):
         if version == 1:
             as_version_1(step)
+        assert len(list(step.glob(".fsdp2/state-*"))) == (3 if version == 1 else 0)
         with open_source(step, by_manifests=version == 2) as source:
             assert check(source).num_blocks > 3
             found.append((source.tensors, source.optimizer, source.ranks))
@@ -522,15 +531,16 @@ def test_state_under_names_that_only_other_ranks_have(tmp_path: Path) -> None:
 def test_extras_of_other_ranks_are_read_when_asked_for(tmp_path: Path) -> None:
     save(tmp_path, 3, name=STEP)
     for rank in range(3):
-        path = tmp_path / STEP / ".fsdp2" / f"state-{rank:05d}.json"
-        assert json.loads(path.read_bytes())["rank"] == rank
+        path = tmp_path / STEP / ".fsdp2" / marker_name(rank, 3)
+        assert json.loads(path.read_bytes()[len(read_marker(path)) :])["rank"] == rank
     found = peek(tmp_path).extra_of_ranks
     assert (len(found), list(found)) == (3, [0, 1, 2])
     assert found[0] is found[2] is None  # nothing was passed as extra
     with pytest.raises(KeyError):
         found[3]
-    (tmp_path / STEP / ".fsdp2" / "state-00001.json").write_bytes(b"{}")
-    with pytest.raises(CheckpointError, match=r"state-00001.json: the checksum is wrong"):
+    path = tmp_path / STEP / ".fsdp2" / marker_name(1, 3)
+    path.write_bytes(read_marker(path) + b"{}")
+    with pytest.raises(CheckpointError, match=r"checksum is wrong: state-00001.json is damaged"):
         found[1]
     shutil.rmtree(tmp_path / STEP)
     save(tmp_path, 3, name=STEP, attempt=2)

@@ -18,6 +18,7 @@ from fsdp2.checkpoint.format.header import TensorInfo, parse_header, plan_file
 from fsdp2.checkpoint.format.manifest import Manifest, TensorPart, tables_of
 from fsdp2.checkpoint.format.marker import dump, load
 from fsdp2.checkpoint.format.ranges import Ranges, parsed_ranges
+from fsdp2.checkpoint.format.small_state import SmallFile
 from fsdp2.checkpoint.format.strict import Check
 from fsdp2.checkpoint.saving.writing import plan_save
 from fsdp2.dtensor.boxes import Box
@@ -96,8 +97,8 @@ def example() -> Manifest:
     sums = [[1], [2], [3, 4], [5]]
     sets = (*plan.recorded(sums), *shared.recorded([[6], [2**32 - 1]]))
     return Manifest(
-        "nonce", "name", 0, Ranges.of([0, 1, 2]), sets, {"tied": "weight"}, {"state": "digest"},
-        {"fsdp2": "0"}, "names",
+        "nonce", "name", 0, Ranges.of([0, 1, 2]), sets, {"tied": "weight"},
+        {"state": SmallFile("digest", 0)}, {"fsdp2": "0"}, "names",
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from fsdp2.checkpoint.checkpointer import peek
 from fsdp2.checkpoint.format import strict
 from fsdp2.checkpoint.format.header import parse_header
 from fsdp2.checkpoint.format.inner import parse_description, parse_name
-from fsdp2.checkpoint.format.marker import signed
+from fsdp2.checkpoint.format.marker import read_marker, signed
 from fsdp2.checkpoint.format.strict import is_file_name
 from fsdp2.checkpoint.format.tensors import describe
 from fsdp2.checkpoint.format.values import decode
@@ -37,7 +37,19 @@ from fsdp2.checkpoint.saving.random_state import checked_random_states, random_s
 from fsdp2.dtensor.boxes import Box, overlapping
 from fsdp2.planning import find_hardware
 from harness import ours_only, run_on
-from hostile import INDEX, OWN, STEP, attempt, bits, content_of, manifests_of, seal, sign
+from hostile import (
+    INDEX,
+    OWN,
+    STEP,
+    attempt,
+    bits,
+    content_of,
+    manifests_of,
+    seal,
+    set_values,
+    sign,
+    values_of,
+)
 from old_manifests import as_version_1
 
 pytestmark = ours_only("checkpoints")
@@ -187,19 +199,18 @@ def test_manifests_with_other_numbers_than_groups(
 ) -> None:
     shutil.copytree(root / "one", tmp_path, dirs_exist_ok=True)
     [manifest] = manifests_of(tmp_path / STEP)
-    manifest.write_bytes(manifest.read_bytes() + b"\0")
-    refused_by_manifests(tmp_path / STEP, "the checksum of the manifest is wrong")
-    line, _, numbers = manifest.read_bytes().split(b"\n", 2)
-    manifest.write_bytes(signed(line, edit(numbers[:-1])))
+    line, _, numbers = read_marker(manifest).split(b"\n", 2)
+    manifest.write_bytes(signed(line, edit(numbers)) + values_of(manifest))
     refused_by_manifests(tmp_path / STEP, "not a manifest: numbers cannot be")
 
 
 def test_offsets_that_are_not_those_of_the_header(root: Path, tmp_path: Path) -> None:
     shutil.copytree(root / "two", tmp_path, dirs_exist_ok=True)
     manifest = manifests_of(tmp_path / STEP)[1]
-    line, _, numbers = manifest.read_bytes().split(b"\n", 2)
+    line, _, numbers = read_marker(manifest).split(b"\n", 2)
     (offset,) = struct.unpack("<Q", numbers[:8])
-    manifest.write_bytes(signed(line, struct.pack("<Q", offset + 4) + numbers[8:]))
+    numbers = struct.pack("<Q", offset + 4) + numbers[8:]
+    manifest.write_bytes(signed(line, numbers) + values_of(manifest))
     refused_by_manifests(tmp_path / STEP, "is not what the manifest says")
 
 
@@ -302,10 +313,10 @@ def test_optimizer_files_with_other_names(root: Path, tmp_path: Path) -> None:
 
 def with_state(root: Path, to: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
     shutil.copytree(root / "one", to, dirs_exist_ok=True)
-    path = to / STEP / OWN / "state-00000.json"
-    values = json.loads(path.read_bytes())
+    [manifest] = manifests_of(to / STEP)
+    values = json.loads(values_of(manifest))
     edit(values)
-    path.write_bytes(json.dumps(values).encode())
+    set_values(manifest, json.dumps(values).encode())
     seal(to / STEP)
     return to / STEP
 
@@ -370,10 +381,10 @@ def test_small_state(root: Path, tmp_path: Path, case: str) -> None:
 def test_small_state_that_is_nested_deep(root: Path, tmp_path: Path, num: int) -> None:
     """The parser stops at one depth, and what decodes values at another."""
     shutil.copytree(root / "one", tmp_path, dirs_exist_ok=True)
-    path = tmp_path / STEP / OWN / "state-00000.json"
+    [manifest] = manifests_of(tmp_path / STEP)
     nested = '{"$":"tuple","value":[' * num + "]}" * num
-    text = path.read_text().replace('"extra":', '"former":', 1)
-    path.write_text(f'{text[:-1]}, "extra": {nested}}}')
+    text = values_of(manifest).decode().replace('"extra":', '"former":', 1)
+    set_values(manifest, f'{text[:-1]}, "extra": {nested}}}'.encode())
     seal(tmp_path / STEP)
     with pytest.raises(CorruptCheckpoint, match="recursion"):
         Checkpointer(tmp_path).load(1, model=Tied())
@@ -404,7 +415,7 @@ def test_buffers_of_a_rank_that_do_not_fit(root: Path, tmp_path: Path) -> None:
     save_file({"bn.running_mean": torch.ones(3)}, step / OWN / "own-00000.safetensors")
     [manifest] = manifests_of(step)
     content = content_of(manifest)
-    content["small_files"]["own-00000.safetensors"] = ""
+    content["small_files"]["own-00000.safetensors"] = ["", None]
     sign(manifest, json.dumps(content).encode())
     seal(step)
     model = Tied()
@@ -451,7 +462,7 @@ def test_no_more_is_saved_than_can_be_loaded(
 # -- files that are something else --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [f"{OWN}/rank-00000-of-00001.json", f"{OWN}/state-00000.json",
+@pytest.mark.parametrize("name", [f"{OWN}/rank-00000-of-00001.json",
                                   f"{OWN}/index.fsdp2", INDEX,
                                   f"{OWN}/own-00000.safetensors"])  # fmt: skip
 @pytest.mark.parametrize("how", ["pipe", "device", "sparse", "folder"])

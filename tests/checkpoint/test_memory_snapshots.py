@@ -358,7 +358,7 @@ def test_a_copy_that_ends_in_the_middle_or_is_damaged_is_not_taken(tmp_path: Pat
             pytest.raises(TransferError),
             Peer("127.0.0.1", server.port, "guess") as peer,
         ):
-            peer.get(part_of(1), "state-00000.json")
+            peer.get(part_of(1), "model-rank-00000.safetensors")
         for name in ("../lock-00000", "/etc/passwd", ".."):
             with (
                 pytest.raises(TransferError, match="no name of a file"),

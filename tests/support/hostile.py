@@ -31,7 +31,7 @@ from checkpoint_cases import Tied, adamw
 from fsdp2.checkpoint import Checkpointer, CheckpointError, load_model
 from fsdp2.checkpoint.checkpointer import peek
 from fsdp2.checkpoint.format.index import PLACE, TAIL
-from fsdp2.checkpoint.format.marker import signed
+from fsdp2.checkpoint.format.marker import read_marker, signed
 
 STEP = "step-000001"
 OWN = ".fsdp2"
@@ -239,12 +239,22 @@ def replace_file(draw: Draw, path: Path, outside: Path) -> None:
 def sign(manifest: Path, line: bytes) -> None:
     """Write a manifest with a checksum that is right, which is read where there is no index."""
     (manifest.parent / "index.fsdp2").unlink(missing_ok=True)
-    manifest.write_bytes(signed(line, numbers_of(manifest)))
+    manifest.write_bytes(signed(line, numbers_of(manifest)) + values_of(manifest))
 
 
 def numbers_of(manifest: Path) -> bytes:
     """What stands behind its lines."""
-    return manifest.read_bytes().split(b"\n", 2)[2]
+    return read_marker(manifest).split(b"\n", 2)[2]
+
+
+def values_of(manifest: Path) -> bytes:
+    """What stands behind its numbers: values that are not tensors."""
+    return manifest.read_bytes()[len(read_marker(manifest)) :]
+
+
+def set_values(manifest: Path, values: bytes) -> None:
+    """Write others; no checksum is right then (`seal`)."""
+    manifest.write_bytes(read_marker(manifest) + values)
 
 
 def manifests_of(step: Path) -> list[Path]:
@@ -259,9 +269,10 @@ def seal(step: Path) -> None:
     """Make the checksums of small files right again."""
     for manifest in manifests_of(step):
         content = content_of(manifest)
-        for name in content["small_files"]:
-            data = (step / OWN / name).read_bytes()
-            content["small_files"][name] = hashlib.sha256(data).hexdigest()
+        for name, (_, num) in content["small_files"].items():
+            data = (step / OWN / name).read_bytes() if num is None else values_of(manifest)
+            size = None if num is None else len(data)
+            content["small_files"][name] = [hashlib.sha256(data).hexdigest(), size]
         sign(manifest, json.dumps(content, separators=(",", ":")).encode())
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
 from typing import Any
 
-from fsdp2.checkpoint.format.manifest import Manifest, parse_marker_name, tables_of
-from fsdp2.checkpoint.format.marker import load, signed
+from fsdp2.checkpoint.format.manifest import Manifest, parse_marker_name, state_name, tables_of
+from fsdp2.checkpoint.format.marker import load
 
 FOLDER = ".fsdp2"
 
@@ -19,9 +20,18 @@ def as_version_1(step: Path) -> None:
     manifests = [load(path.read_bytes(), path.name) for path in paths]
     for path, manifest in zip(paths, manifests, strict=True):
         content = content_of_version_1(step, manifest, manifests)
-        path.write_bytes(signed(json.dumps(content).encode()))
+        state = state_name(manifest.rank)
+        if (num_bytes := manifest.small_files[state].num_bytes) is not None:
+            (path.parent / state).write_bytes(path.read_bytes()[-num_bytes:])
+        path.write_bytes(signed_as_version_1(json.dumps(content).encode()))
     if (index := step / FOLDER / "index.fsdp2").exists():
         index.unlink()
+
+
+def signed_as_version_1(line: bytes) -> bytes:
+    """The bytes of a manifest: two lines of JSON."""
+    digest = hashlib.sha256(line).hexdigest().encode()
+    return b"".join((line, b'\n{"sha256":"', digest, b'"}\n'))
 
 
 def content_of_version_1(
@@ -62,7 +72,7 @@ def content_of_version_1(
             for chunk in chunks
         ],
         "aliases": manifest.aliases,
-        "small_files": manifest.small_files,
+        "small_files": {name: small.sha256 for name, small in manifest.small_files.items()},
         "writer": manifest.writer,
     }
 

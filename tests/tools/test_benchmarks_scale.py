@@ -201,7 +201,7 @@ def test_every_curve_has_its_points(measured: dict[str, Curve], name: str) -> No
     assert curve.ranks == list(RANKS)
     assert curve.points[4].keys() == curve.points[16].keys()
     assert all(counts["cpu s"] > 0 for counts in curve.points.values())
-    assert len(table(curve).splitlines()) > 3
+    assert len(table(curve).splitlines()) > 2  # a rank that waits opens nothing
 
 
 def test_points_that_are_too_large_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,8 @@ from .disk import read_exactly
 from .header import FileInfo, TensorInfo, bytes_of, parse_json
 from .manifest import BLOCK_BYTES
 from .ranges import parsed_ranges
-from .strict import MAX_SMALL_BYTES, Check, converted, is_file_name, open_regular
+from .small_state import SmallFile, parsed_small_files
+from .strict import MAX_SMALL_BYTES, Check, converted, open_regular
 
 NAME = "index.fsdp2"
 VERSION = 1
@@ -124,7 +125,7 @@ class RankRecord(NamedTuple):
     """
 
     files: dict[str, FileInfo]
-    small_files: dict[str, str]
+    small_files: dict[str, SmallFile]
     groups: list[tuple[int, str, int]]
     data: memoryview
 
@@ -314,10 +315,7 @@ class Index:
             if file != "" and check.file_name(file, "the file of a group") not in files:
                 raise check.bad("the file of a group", file)
             groups.append((partition, file, check.number(at, "the place of a group")))
-        small = check.texts(table["small_files"], "small_files")
-        if not all(map(is_file_name, small)):
-            raise check.bad("small_files", "a path")
-        return RankRecord(files, small, groups, data)
+        return RankRecord(files, parsed_small_files(table["small_files"], check), groups, data)
 
     def written(self, partition: Partition, place: int, entry: BoxEntry) -> Written:
         """What the rank of an entry wrote of the tensor at ``place`` in a partition."""

@@ -17,6 +17,7 @@ from ...dtensor.boxes import Box
 from ..errors import CorruptCheckpoint
 from .header import FileInfo, Header, TensorInfo, bytes_of
 from .ranges import Ranges
+from .small_state import SmallFile
 
 FOLDER = ".fsdp2"
 FAILED = "failed-*"  # every `failed_name`
@@ -189,7 +190,7 @@ class Manifest:
         nonce: identifies the attempt; manifests of different attempts never belong together.
         rank, ranks: this rank and all ranks of the save, as global ranks.
         aliases: other names of tied tensors.
-        small_files: SHA-256 of this rank's files of small state.
+        small_files: what this rank saves beside its shards.
         writer: who wrote it: versions, host, time.
         optimizer_names: a digest of the names in this rank's optimizers; None in old manifests.
     """
@@ -200,7 +201,7 @@ class Manifest:
     ranks: Ranges
     sets: tuple[SetOfFiles, ...]
     aliases: dict[str, str]
-    small_files: dict[str, str]
+    small_files: dict[str, SmallFile]
     writer: dict[str, Any]
     optimizer_names: str | None = None
 
@@ -233,7 +234,7 @@ def failed_name(rank: int) -> str:
 
 
 def state_name(rank: int) -> str:
-    """The file of a rank's values that are not tensors."""
+    """The name of a rank's values that are not tensors."""
     return f"state-{rank:05d}.json"
 
 

@@ -1,28 +1,36 @@
 """A manifest as the bytes of a rank's marker.
 
 Two lines of JSON, and numbers: offsets and checksums of all groups. The second line holds the
-checksum of everything else, so that a damaged manifest is detected too.
+checksum of everything else, so that a damaged manifest is detected too. Behind them are the values
+of the rank that are not tensors, with a checksum of their own: who commits does not read them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+import os
+import re
+from typing import Any, BinaryIO
 
 from ...dtensor.boxes import Box
 from ..errors import CorruptCheckpoint
 from .header import MAX_HEADER_BYTES, TensorInfo, frame, info_of, parse_json
 from .manifest import BLOCK_BYTES, Group, Manifest, SetOfFiles, kind_of
 from .ranges import parsed_ranges
-from .strict import Check, converted
+from .small_state import MAX_MANIFEST_BYTES, parsed_small_files
+from .strict import Check, converted, opened_small
 from .version1 import sets_of_version_1
 
 VERSION = 2
 
 
-def dump(manifest: Manifest) -> bytes:
-    """Encode a manifest as the bytes of a marker file."""
+def dump(manifest: Manifest, values: bytes = b"") -> bytes:
+    """Encode a manifest as the bytes of a marker file.
+
+    Args:
+        values: the small file that is to stand at its end.
+    """
     content = {
         "format": "fsdp2-checkpoint",
         "version": VERSION,
@@ -37,13 +45,32 @@ def dump(manifest: Manifest) -> bytes:
         "optimizer_names": manifest.optimizer_names,
     }
     line = json.dumps(content, separators=(",", ":")).encode()
-    return signed(line, b"".join(group.offsets + group.checksums for group in manifest.groups))
+    numbers = b"".join(group.offsets + group.checksums for group in manifest.groups)
+    return signed(line, numbers) + values
 
 
 def signed(line: bytes, numbers: bytes = b"") -> bytes:
     """The bytes of a marker whose first line is ``line``."""
-    digest = _digest(line, numbers).encode()
-    return b"".join((line, b'\n{"sha256":"', digest, b'"}\n', numbers))
+    second = f'{{"sha256":"{_digest(line, numbers)}","numbers":{len(numbers)}}}'
+    return b"".join((line, b"\n", second.encode(), b"\n", numbers))
+
+
+def read_marker(path: str | os.PathLike[str]) -> bytes:
+    """The bytes of a marker, without the values behind the manifest.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        CorruptCheckpoint: if it is not a file, or too large.
+    """
+    with opened_small(path, MAX_MANIFEST_BYTES) as file:
+        return manifest_in(file)
+
+
+def manifest_in(file: BinaryIO) -> bytes:
+    """The same of an open marker."""
+    line, second = file.readline(), file.readline()
+    found = re.search(rb'"numbers":(\d{1,18})\}$', second.rstrip())
+    return line + second + file.read(int(found[1]) if found else -1)
 
 
 def _digest(line: bytes, numbers: bytes) -> str:
@@ -68,15 +95,16 @@ def _listed(files: SetOfFiles) -> dict[str, Any]:
 
 
 def load(data: bytes, file: str) -> Manifest:
-    """The inverse of `dump`.
+    """The inverse of `dump`. The values may be missing.
 
     Raises:
         CorruptCheckpoint: if ``data`` is not what `dump` returned.
     """
     line, _, rest = data.partition(b"\n")
-    second, _, numbers = rest.partition(b"\n")
+    second, _, behind = rest.partition(b"\n")
     check = Check(f"{file}: not a manifest")
     signature = check.table(parse_json(second, f"{check.what}: it"), "the checksum")
+    numbers = behind[: check.number(signature.get("numbers", len(behind)), "numbers")]
     if signature.get("sha256") != _digest(line, numbers):
         raise CorruptCheckpoint(f"{file}: the checksum of the manifest is wrong")
     content = check.table(parse_json(line, f"{check.what}: it"), "the content")
@@ -103,10 +131,7 @@ def _parsed(content: dict[str, Any], numbers: bytes, check: Check) -> Manifest:
         ranks=parsed_ranges(content["ranks"], "ranks", check),
         sets=sets,
         aliases=check.texts(content["aliases"], "aliases"),
-        small_files={
-            check.file_name(name, "small_files"): digest
-            for name, digest in check.texts(content["small_files"], "small_files").items()
-        },
+        small_files=parsed_small_files(content["small_files"], check),
         writer={
             key: value if isinstance(value, str | int | float) else f"a {type(value).__name__}"
             for key, value in check.table(content["writer"], "writer").items()

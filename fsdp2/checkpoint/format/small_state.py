@@ -1,17 +1,74 @@
-"""The file of a rank's values that are not tensors: parsed, and every value of the right kind."""
+"""What a rank saves beside its shards: values that are not tensors, and tensors that only it has.
+
+The values stand at the end of the rank's manifest; the tensors are a file of their own, as were the
+values in earlier releases.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from ..errors import CorruptCheckpoint
 from .header import parse_json
-from .strict import Check
+from .strict import MAX_SMALL_BYTES, Check, opened_small, read_small, small_limit
+
+MAX_MANIFEST_BYTES = 2 * MAX_SMALL_BYTES  # with the values behind it
+
+
+class SmallFile(NamedTuple):
+    """
+    Attributes:
+        sha256: of its bytes.
+        num_bytes: if it is the end of the rank's manifest, how many; None: it is a file.
+    """
+
+    sha256: str
+    num_bytes: int | None
+
+
+def parsed_small_files(value: Any, check: Check) -> dict[str, SmallFile]:
+    """A rank's small files by name, as a manifest or an index lists them."""
+    found = {}
+    for name, each in check.table(value, "small_files").items():
+        # Earlier manifests have only the SHA-256.
+        sha256, num = (each, None) if isinstance(each, str) else check.items(each, "a small file")
+        num_bytes = None if num is None else check.number(num, "the size of a small file")
+        name = check.file_name(name, "small_files")
+        found[name] = SmallFile(check.text(sha256, "small_files"), num_bytes)
+    return found
+
+
+def read_small_file(folder: Path, marker: str, name: str, small: SmallFile) -> bytes:
+    """Read a small file, and compare its checksum.
+
+    Args:
+        folder: that of the manifest, ``marker``.
+
+    Raises:
+        CorruptCheckpoint: if it is missing, or not what was written.
+    """
+    path = folder / (name if small.num_bytes is None else marker)
+    try:
+        if small.num_bytes is None:
+            data = read_small(path, small_limit(name))
+        else:
+            with opened_small(path, MAX_MANIFEST_BYTES) as file:
+                size = os.fstat(file.fileno()).st_size
+                file.seek(max(0, size - small.num_bytes))
+                data = file.read()
+    except FileNotFoundError:
+        raise CorruptCheckpoint(f"{path} is missing") from None
+    if hashlib.sha256(data).hexdigest() != small.sha256:
+        raise CorruptCheckpoint(f"{path}: the checksum is wrong: {name} is damaged")
+    return data
 
 
 def parse_state(data: bytes, file: str) -> dict[str, Any]:
-    """What `state-....json` holds, still encoded.
+    """The values of a rank, still encoded.
 
     Raises:
         CorruptCheckpoint: if that is not what was written.

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO, TypeVar
 
 from ..errors import CorruptCheckpoint
 from .header import ITEM_BITS, MAX_HEADER_BYTES, FileInfo, TensorInfo, check_text, fits
@@ -166,8 +167,11 @@ def open_regular(path: str | os.PathLike[str], *, links: bool = False) -> int:
     return os.open(path, flags)
 
 
-def read_small(path: str | os.PathLike[str], limit: int, *, links: bool = False) -> bytes:
-    """Read a small file whole.
+@contextmanager
+def opened_small(
+    path: str | os.PathLike[str], limit: int, *, links: bool = False
+) -> Iterator[BinaryIO]:
+    """A small file, open for reading.
 
     Args:
         limit: its largest size in bytes.
@@ -182,6 +186,12 @@ def read_small(path: str | os.PathLike[str], limit: int, *, links: bool = False)
         if size > limit:
             raise CorruptCheckpoint(f"{path} has {size} bytes: more than {limit}, the limit")
         try:
-            return file.read(size)
+            yield file
         except MemoryError:
             raise CorruptCheckpoint(f"{path}: its {size} bytes do not fit into memory") from None
+
+
+def read_small(path: str | os.PathLike[str], limit: int, *, links: bool = False) -> bytes:
+    """Read a small file whole; as `opened_small`."""
+    with opened_small(path, limit, links=links) as file:
+        return file.read()

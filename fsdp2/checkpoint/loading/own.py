@@ -33,7 +33,7 @@ from ..format.manifest import (
     parse_marker_name,
     tables_of,
 )
-from ..format.marker import load
+from ..format.marker import load, read_marker
 from ..format.ranges import Ranges
 from ..format.strict import MAX_SMALL_BYTES, open_regular, read_small
 from ..saving.attempt import check_agreement
@@ -154,7 +154,7 @@ def _open_by_manifests(source: Source, folder: Path) -> None:
     for rank in sorted(markers):
         name = marker_name(rank, num_ranks)
         try:
-            data = read_small(folder / name, MAX_SMALL_BYTES)
+            data = read_marker(folder / name)
         except FileNotFoundError:
             raise CorruptCheckpoint(f"{folder}: manifests of different saves are mixed") from None
         manifest = source.manifests[rank] = load(data, f"{folder}/{name}")

@@ -17,9 +17,10 @@ from ..errors import CheckpointError, CorruptCheckpoint
 from ..format.disk import read_exactly
 from ..format.header import FileInfo, Header, TensorInfo, header_length, parse_header
 from ..format.index import Index
-from ..format.manifest import FOLDER, Chunk, Manifest, tables_of
+from ..format.manifest import FOLDER, Chunk, Manifest, marker_name, tables_of
 from ..format.ranges import Ranges
-from ..format.strict import is_file_name, read_small, small_limit
+from ..format.small_state import SmallFile, read_small_file
+from ..format.strict import is_file_name
 
 
 class Extent(NamedTuple):
@@ -87,7 +88,7 @@ class Source:
         aliases: other names of tied tensors.
         ranks: those that saved; none if another library wrote it, without checksums.
         speakers: of ranks whose optimizers have the same parameters, the first.
-        small_files: of a rank, the SHA-256 of its files of small state.
+        small_files: of a rank, what it saved beside its shards.
         index: what it was opened by, unless by manifests.
         manifests: by rank, if it was opened by them.
         fetch: for data files whose bytes are not in the folder, what brings them: it is given
@@ -102,7 +103,7 @@ class Source:
     aliases: dict[str, str] = field(default_factory=dict)
     ranks: Ranges = field(default_factory=lambda: Ranges(()))
     speakers: tuple[int, ...] = ()
-    small_files: Callable[[int], dict[str, str]] = field(default=lambda rank: {})
+    small_files: Callable[[int], dict[str, SmallFile]] = field(default=lambda rank: {})
     index: Index | None = None
     manifests: dict[int, Manifest] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
@@ -219,15 +220,12 @@ class Source:
         return parse_header(os.pread(fd, length, 8), size, shown)
 
     def small_file(self, rank: int, name: str) -> bytes:
-        """Read a file of a rank's small state, and compare its checksum."""
-        path = self.path / FOLDER / name
-        try:
-            data = read_small(path, small_limit(name))
-        except FileNotFoundError:
-            raise CorruptCheckpoint(f"{path} is missing") from None
-        if self.small_files(rank).get(name) != hashlib.sha256(data).hexdigest():
-            raise CorruptCheckpoint(f"{path}: the checksum is wrong")
-        return data
+        """Read what a rank saved beside its shards, and compare its checksum."""
+        small = self.small_files(rank).get(name)
+        if small is None:
+            raise CorruptCheckpoint(f"{self.path}: rank {rank} saved no {name}")
+        marker = marker_name(rank, len(self.ranks))
+        return read_small_file(self.path / FOLDER, marker, name, small)
 
     # -- reading ----------------------------------------------------------------------------
 

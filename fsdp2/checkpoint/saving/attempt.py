@@ -50,7 +50,7 @@ from ..format.manifest import (
     kind_of,
     marker_name,
 )
-from ..format.marker import dump, load
+from ..format.marker import dump, load, manifest_in, read_marker
 from ..format.ranges import Ranges
 from .indexing import TooLarge, index_parts
 
@@ -114,12 +114,15 @@ class Attempt:
         with self.disk.directory(self.root / self.staging) as fd:
             yield fd
 
-    def mark(self, manifest: Manifest) -> None:
-        """Write this rank's manifest; everything that it lists must be durable by now."""
+    def mark(self, manifest: Manifest, values: bytes) -> None:
+        """Write this rank's manifest; everything that it lists must be durable by now.
+
+        Args:
+            values: those of the rank that are not tensors, which stand at its end.
+        """
+        name, data = marker_name(self.rank, len(self.ranks)), dump(manifest, values)
         with self.folder() as staging, self.disk.directory(FOLDER, staging) as folder:
-            self.disk.write_file(
-                marker_name(self.rank, len(self.ranks)), dump(manifest), folder, unique="marker"
-            )
+            self.disk.write_file(name, data, folder, unique="marker")
             self.disk.sync(folder, FOLDER)
 
     def give_up(self, reason: str, rank: int | None = None) -> None:
@@ -256,7 +259,7 @@ class Attempt:
         """Whether what is under the final name is this attempt."""
         path = self.root / self.name / FOLDER / marker_name(self.rank, len(self.ranks))
         try:
-            return load(path.read_bytes(), str(path)).nonce == self.nonce
+            return load(read_marker(path), str(path)).nonce == self.nonce
         except (FileNotFoundError, NotADirectoryError):
             return False
 
@@ -392,7 +395,7 @@ def _contents(folder: int, names: Sequence[str]) -> Iterator[tuple[str, bytes]]:
 
 def _content(folder: int, name: str) -> bytes:
     with open(os.open(name, os.O_RDONLY, dir_fd=folder), "rb") as file:
-        return file.read()
+        return manifest_in(file)
 
 
 def remove_left(disk: Disk, root: Path) -> None:
