@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from ..common.failures import explained
+from ..common.stores import read, read_present, wait_for
 from ..dtensor.placement import all_ranks, this_rank
 from .errors import (
     CheckpointError,
@@ -159,8 +160,9 @@ def told_by_all(
 ) -> list[str]:
     """What each of ``ranks`` tells, in their order; on all of them, which must all call it.
 
-    The first collects and passes it on: 2 n operations of the store, not n * n. What ranks in a row
-    say alike is passed on once; where all differ, the bytes still grow with n * n.
+    The first collects and passes it on, so that the operations of the store grow with n, not n * n.
+    What ranks in a row say alike is passed on once; where all differ, the bytes still grow with
+    n * n.
 
     Args:
         about: what they are about to do, for messages; in the same words on all ranks.
@@ -171,18 +173,19 @@ def told_by_all(
         return [value]
     full_key = _question(about, ranks)
     with explained(f"meeting the other ranks to {about}", ranks):
-        store.set(f"{full_key}/{this_rank()}", value)
+        own_key = f"{full_key}/{this_rank()}"
+        store.set(own_key, value)
         if this_rank() == ranks[0]:
             keys = {rank: f"{full_key}/{rank}" for rank in ranks}
             _wait_for_all(store, keys, about, warn_after_s)
-            found = [store.get(each).decode() for each in keys.values()]
+            found = [each.decode() for each in read(store, list(keys.values()))]
             runs = [[value, len(list(same))] for value, same in itertools.groupby(found)]
             store.set(f"{full_key}/all", json.dumps(runs))
-            for each in keys.values():
-                _delete(store, each)
+            _delete(store, own_key)
             return found
         store.wait([f"{full_key}/all"], TIMEOUT)
         runs = json.loads(store.get(f"{full_key}/all").decode())
+    _delete(store, own_key)
     _forget(store, f"{full_key}/all", len(ranks) - 1)
     return [value for value, num in runs for _ in range(num)]
 
@@ -197,9 +200,10 @@ def _wait_for_all(
     while limits:
         limit = limits.pop(0)
         try:
-            store.wait(list(keys.values()), limit)
+            wait_for(store, list(keys.values()), limit)
         except RuntimeError as error:
-            absent = [rank for rank, key in keys.items() if not store.check([key])]
+            there = read_present(store, list(keys.values()))
+            absent = [rank for rank, key in keys.items() if key not in there]
             text = (
                 f"Rank {this_rank()} is about to {about}, as all ranks have to, and after "
                 f"{limit.total_seconds():g} s these have not come: {', '.join(map(str, absent))}"

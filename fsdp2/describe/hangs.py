@@ -27,9 +27,10 @@ from torch import nn
 from typing_extensions import override
 
 from ..common.failures import lost_what
+from ..common.stores import read_present
 from ..common.threads import tell, work_in_turns
 from ..guards.rank_agreement.comparison import name_of
-from ..guards.rank_agreement.store_exchange import can_meet, name_ranks, read
+from ..guards.rank_agreement.store_exchange import can_meet, name_ranks
 from ..runtime.unit import units_in
 from . import flight_records
 from .flight_records import PREFIX
@@ -488,7 +489,7 @@ class watch_hangs:  # noqa: N801 (used like a function)
     def _read(self) -> dict[int, tuple[int, Whereabouts | None]]:
         """What each rank wrote last: how often it has, and where it was."""
         keys = [self._key(rank) for rank in range(self._size)]
-        said = read(self._store, keys)
+        said = read_present(self._store, keys)
         found = [json.loads(said[key]) if key in said else (0, None) for key in keys]
         return {
             rank: (beat, place and Whereabouts(**place)) for rank, (beat, place) in enumerate(found)

@@ -174,13 +174,15 @@ def test_the_store_loses_nothing_by_loads() -> None:
 
 
 class Recording:
-    """A store, and what is set in it."""
+    """A store, what is set in it, and the other requests."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
         self.values: list[str] = []
+        self.requests: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
+        self.requests.append(name)
         return getattr(self._store, name)
 
     def set(self, key: str, value: str) -> None:
@@ -188,23 +190,26 @@ class Recording:
         self._store.set(key, value)
 
 
-def tell(said: list[str]) -> tuple[list[str], list[str]]:
-    """What this rank is told, and what it sets in the store."""
+def tell(said: list[str]) -> tuple[list[str], list[str], list[str]]:
+    """What this rank is told, what it sets in the store, and its other requests."""
     store = agreement.the_store()
     assert store is not None
     recording = Recording(store)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(agreement, "the_store", lambda: recording)
         told = agreement.told_by_all("test", said[dist.get_rank()], tuple(range(len(said))))
-    return told, recording.values
+    return told, recording.values, recording.requests
 
 
 @pytest.mark.parametrize("said", ["aaaa", "abba", "aabb", "abcd"])
 def test_what_ranks_say_alike_is_passed_on_once(said: str) -> None:
     """All ranks read it, so that it must not grow with their number."""
     found = run_on(4, tell, list(said))
-    assert [told for told, _ in found] == [list(said)] * 4
+    assert [told for told, *_ in found] == [list(said)] * 4
     own, passed_on = found[0][1]
+    # However many ranks there are: each removes its own key.
+    assert found[0][2] == ["wait", "multi_get", "delete_key"]
+    assert found[1][2][:3] == ["wait", "get", "delete_key"]
     assert own == said[0]
     assert (
         json.loads(passed_on)

@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from ...common.failures import ADVICE, explained
+from ...common.stores import read_present
 
 # How much longer than the timeout a rank waits for the verdict of the one that compares.
 GRACE_S = 10.0
@@ -193,7 +194,7 @@ class StoreExchange:
 
     def _missing(self) -> list[int]:
         """Ranks that have not come to this round."""
-        said = read(self._store, [self._key(rank) for rank in self.ranks])
+        said = read_present(self._store, [self._key(rank) for rank in self.ranks])
         return [r for r in self.ranks if json.loads(said.get(self._key(r), "[0]"))[0] < self._round]
 
     @property
@@ -215,7 +216,7 @@ class StoreExchange:
 
     def _judge(self) -> None:
         """Compare the checksums of all ranks; for the one that has the claim."""
-        said = read(self._store, [self._key(rank) for rank in self.ranks]).values()
+        said = read_present(self._store, [self._key(rank) for rank in self.ranks]).values()
         checksums = {rank: json.loads(data)[1] for rank, data in zip(self.ranks, said, strict=True)}
         kinds = kinds_of(checksums)
         verdict: dict[str, Any] = {}
@@ -265,17 +266,6 @@ def kinds_of(checksums: Mapping[int, Mapping[str, str]]) -> dict[str, list[list[
         for topic, checksum in said.items():
             by_topic.setdefault(topic, {}).setdefault(checksum, []).append(rank)
     return {topic: list(kinds.values()) for topic, kinds in by_topic.items() if len(kinds) > 1}
-
-
-def read(store: dist.Store, keys: list[str]) -> dict[str, bytes]:
-    """What is under the keys that are there, in a few requests for each that is not.
-
-    (``multi_get`` waits for all. And a TCPStore takes time by the square of a request's length.)
-    """
-    if len(keys) <= 1024 and store.check(keys):
-        return dict(zip(keys, store.multi_get(keys), strict=True))
-    half = len(keys) // 2
-    return read(store, keys[:half]) | read(store, keys[half:]) if half else {}
 
 
 def name_ranks(ranks: Any) -> str:
