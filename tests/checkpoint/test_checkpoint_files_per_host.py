@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,11 +171,18 @@ def disagreeing(root: Path, change: Callable[[Any], None]) -> None:
     run(second)
 
 
-def other_sizes(job: Any) -> None:
+def other_sizes(job: Any, of: int = 0) -> None:
+    """One element more of a tensor, for one rank."""
     job.captured.parts[:] = [
-        replace(p, written_by=lambda rank, p=p: p.written_by(rank) + (p.tensor.name == "weight"))
+        replace(p, written_by=partial(_one_more, p.written_by, of))
+        if p.tensor.name == "weight"
+        else p
         for p in job.captured.parts
     ]
+
+
+def _one_more(written_by: Callable[[int], int], of: int, rank: int) -> int:
+    return written_by(rank) + (rank == of)
 
 
 def other_number(job: Any) -> None:
@@ -191,6 +199,14 @@ def other_number(job: Any) -> None:
 def test_ranks_that_disagree(tmp_path: Path, change: Callable[[Any], None], said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
         disagreeing(tmp_path, change)
+    assert not (tmp_path / NAME).exists()
+
+
+def test_a_rank_that_would_not_write_what_the_others_expect(tmp_path: Path) -> None:
+    with pytest.raises(
+        AssertionError, match=r"rank 1 writes .* into .* of model-ranks-00000-00001"
+    ):
+        disagreeing(tmp_path, partial(other_sizes, of=1))
     assert not (tmp_path / NAME).exists()
 
 

@@ -246,6 +246,9 @@ def _files_of_boxes(
             places[kind, name] = file, plan.offsets[entry] + filled[dtype]
             if not alone:
                 filled[dtype] += part.box.numel * part.tensor.itemsize
+        # What the other ranks leave room for: more would overwrite the bytes of the next one.
+        room = {t.dtype: t.nbytes for t in entries if t.name == section_of(rank, t.dtype, 0).name}
+        assert alone or filled == room, f"rank {rank} writes {filled} into {room} of {file}"
     return files, places
 
 
