@@ -70,7 +70,8 @@ def manifest_in(file: BinaryIO) -> bytes:
     """The same of an open marker."""
     line, second = file.readline(), file.readline()
     found = re.search(rb'"numbers":(\d{1,18})\}$', second.rstrip())
-    return line + second + file.read(int(found[1]) if found else -1)
+    size = os.fstat(file.fileno()).st_size  # not of more: memory is taken before it is read
+    return line + second + file.read(min(int(found[1]), size) if found else -1)
 
 
 def _digest(line: bytes, numbers: bytes) -> str:
