@@ -39,7 +39,7 @@ from fsdp2.checkpoint.format.manifest import (
 from fsdp2.checkpoint.loading.training import Loaded
 from fsdp2.checkpoint.saving.attempt import Attempt
 from fsdp2.checkpoint.saving.capture import Captured
-from fsdp2.checkpoint.saving.job import SaveJob, SaveOptions, SmallFiles
+from fsdp2.checkpoint.saving.job import SaveJob, SaveOptions, write_small_files
 from fsdp2.checkpoint.saving.training import capture_training
 from fsdp2.checkpoint.saving.writing import SavePlan, plan_save
 from fsdp2.dtensor.boxes import Box
@@ -200,11 +200,10 @@ def synthesise(root: Path, own: OwnSave, layout: str) -> None:
                             at, piece = plan.headers[file]
                             attempt.disk.write_at(fd, piece, at, file)
                         os.close(fd)
-            small = SmallFiles(own.captured, rank)
-            small.write(attempt.disk, folder)
-        manifest = replace(manifest, small_files=small.listed)
+            small, values = write_small_files(attempt.disk, own.captured, rank, folder)
+        manifest = replace(manifest, small_files=small)
         assert rank != own.manifest.rank or manifest == own.manifest
-        attempt.mark(manifest, small.values)
+        attempt.mark(manifest, values)
 
 
 def plan_of(own: OwnSave, rank: int, ranks: tuple[int, ...], layout: str) -> SavePlan:

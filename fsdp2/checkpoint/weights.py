@@ -58,8 +58,8 @@ def save_model(
         max_file_bytes: maximum size of one file of whole tensors.
         files_per_host: into how many files the ranks of a host (``LOCAL_WORLD_SIZE``, which
             torchrun sets; else all ranks) write their shards where these are not in shared files;
-            has to divide the number of ranks. By default each rank writes its own, and with layout
-            "auto" on more than 512 ranks so many ranks write one that there are at most 512.
+            has to divide these. By default each rank writes its own, and with layout "auto" on
+            more than 512 ranks so many in a row write one that 512 files are enough for all.
         ranks: the global ranks that call this; all of them by default. Pass ``[0]`` if only
             rank 0 saves a model that it holds whole.
         rank_local: called with a name; tells whether the other ranks of the model lack this
@@ -77,7 +77,7 @@ def save_model(
         CheckpointError: if the parent cannot be made or written to, or ranks disagree.
         TimeoutError: names the ranks that have not called it or not finished.
         OSError: if the disk is full or broken; then nothing appears under ``path``.
-        ValueError: if ``layout`` or ``files_per_host`` cannot be.
+        ValueError: if ``layout`` or ``files_per_host`` is not one of those above.
 
     Example::
 

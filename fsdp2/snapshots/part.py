@@ -7,7 +7,7 @@ from ..checkpoint.format.marker import dump
 from ..checkpoint.format.ranges import Ranges
 from ..checkpoint.format.small_state import digest_of_names
 from ..checkpoint.saving.capture import Captured
-from ..checkpoint.saving.job import SmallFiles, describe_writer, plan_of
+from ..checkpoint.saving.job import describe_writer, plan_of, write_small_files
 from ..checkpoint.saving.staging import Staged
 from ..checkpoint.saving.writing import Progress, Writer
 from .choice import PartName
@@ -27,8 +27,7 @@ def write_part(folder: Folder, part: PartName, captured: Captured, staged: Stage
     plan = plan_of(captured, part.rank, ranks, layout="per-rank")
     with folder.incoming(part) as path, disk.directory(path) as into:
         checksums = Writer(disk, plan, staged(), Progress(plan.nbytes)).write(into)
-        small = SmallFiles(captured, part.rank)
-        small.write(disk, into)
+        small, values = write_small_files(disk, captured, part.rank, into)
         manifest = Manifest(
             nonce=part.generation.name,
             name=f"step-{part.generation.step:06d}",
@@ -36,9 +35,9 @@ def write_part(folder: Folder, part: PartName, captured: Captured, staged: Stage
             ranks=Ranges.of(ranks),
             sets=plan.recorded(checksums),
             aliases=captured.aliases,
-            small_files=small.listed,
+            small_files=small,
             writer=describe_writer(),
             optimizer_names=digest_of_names(captured.values),
         )
         marker = marker_name(part.rank, part.num_ranks)
-        disk.write_file(marker, dump(manifest, small.values), into, unique="marker")
+        disk.write_file(marker, dump(manifest, values), into, unique="marker")

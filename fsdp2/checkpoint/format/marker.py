@@ -1,7 +1,7 @@
 """A manifest as the bytes of a rank's marker.
 
 Two lines of JSON, and numbers: offsets and checksums of all groups. The second line holds the
-checksum of everything else, so that a damaged manifest is detected too. Behind them are the values
+checksum of these, so that a damaged manifest is detected too. Behind them are the values
 of the rank that are not tensors, with a checksum of their own: who commits does not read them.
 """
 

@@ -150,11 +150,10 @@ class SaveJob:
             writer = Writer(
                 self.disk, self.plan, read, self.progress, num_threads=self.options.num_threads
             )
-            small = SmallFiles(self.captured, self.rank)
             with self.attempt.folder() as staging:
                 checksums = writer.write(staging)
                 with self.disk.directory(FOLDER, staging) as folder:
-                    small.write(self.disk, folder)
+                    small, values = write_small_files(self.disk, self.captured, self.rank, folder)
             # Last, when all of this rank's data is on disk: from the moment the last marker is
             # there, any rank may commit.
             self.attempt.mark(
@@ -165,11 +164,11 @@ class SaveJob:
                     ranks=Ranges.of(self.ranks),
                     sets=self.plan.recorded(checksums),
                     aliases=self.captured.aliases,
-                    small_files=small.listed,
+                    small_files=small,
                     writer=describe_writer(),
                     optimizer_names=digest_of_names(self.captured.values),
                 ),
-                small.values,
+                values,
             )
         except BaseException as error:
             if isinstance(error, OSError) and error.errno:
@@ -201,41 +200,34 @@ def plan_of(captured: Captured, rank: int, ranks: tuple[int, ...], **options: An
     return plan
 
 
-class SmallFiles:
-    """What a rank saves beside its shards.
+def write_small_files(
+    disk: Disk, captured: Captured, rank: int, folder: int
+) -> tuple[dict[str, SmallFile], bytes]:
+    """Write what a rank saves beside its shards.
 
-    Attributes:
-        values: those that are not tensors, as JSON: the end of the rank's manifest.
-        listed: what the manifest says of them, and of the file of tensors.
+    Returns:
+        What the manifest says of it, and the values that are not tensors: they are for its end.
 
     Raises:
         CheckpointError: if it is more than can be loaded.
     """
-
-    def __init__(self, captured: Captured, rank: int) -> None:
-        self.values = json.dumps(captured.values).encode()
-        self.listed = {state_name(rank): _listed(self.values, len(self.values))}
-        self._files = {}
-        if captured.own:
-            own = {name: t.cpu().contiguous() for name, t in captured.own.items()}
-            self._files[own_name(rank)] = safetensors_bytes(own)
-        self.listed |= {name: _listed(data, None) for name, data in self._files.items()}
-        for name, data in {state_name(rank): self.values, **self._files}.items():
-            if len(data) > small_limit(name):
-                raise CheckpointError(
-                    f"{name} would have {len(data)} bytes: more than {small_limit(name)}, the "
-                    "limit of what is not sharded. Keep large tensors as parameters or buffers, "
-                    "and out of extra"
-                )
-
-    def write(self, disk: Disk, folder: int) -> None:
-        """Write the file of tensors, if there are any."""
-        for name, data in self._files.items():
+    values = json.dumps(captured.values).encode()
+    files = {state_name(rank): values}
+    if captured.own:
+        own = {name: t.cpu().contiguous() for name, t in captured.own.items()}
+        files[own_name(rank)] = safetensors_bytes(own)
+    listed = {}
+    for name, data in files.items():
+        if len(data) > small_limit(name):
+            raise CheckpointError(
+                f"{name} would have {len(data)} bytes: more than {small_limit(name)}, the limit of "
+                "what is not sharded. Keep large tensors as parameters or buffers, and out of extra"
+            )
+        if data is not values:
             disk.write_file(name, data, folder, unique="small")
-
-
-def _listed(data: bytes, num_bytes: int | None) -> SmallFile:
-    return SmallFile(hashlib.sha256(data).hexdigest(), num_bytes)
+        num_bytes = len(data) if data is values else None
+        listed[name] = SmallFile(hashlib.sha256(data).hexdigest(), num_bytes)
+    return listed, values
 
 
 def describe_writer() -> dict[str, Any]:

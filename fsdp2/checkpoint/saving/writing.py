@@ -218,7 +218,7 @@ def _files_of_boxes(
     """Files with the boxes that the ranks of a group write, and where those of this rank are.
 
     Boxes of a single rank have the names of their tensors. In files of several ranks there is one
-    entry for a rank and dtype, so that each rank writes in one place, and the header stays small.
+    entry for a rank and dtype, so that each rank writes in a row, and the header stays small.
     """
     files: dict[str, FilePlan] = {}
     places: Places = {}
