@@ -208,9 +208,9 @@ def synthesise(root: Path, own: OwnSave, layout: str) -> None:
 
 def plan_of(own: OwnSave, rank: int, ranks: tuple[int, ...], layout: str) -> SavePlan:
     """What a rank would have written instead of the one that saved."""
-    num = SaveOptions(layout).ranks_per_file(len(ranks))
+    writers = SaveOptions(layout).writers(len(ranks))
     parts = _parts_of(own.captured, rank, ranks)
-    return plan_save(parts, rank, ranks, layout=layout, ranks_per_file=num)
+    return plan_save(parts, rank, ranks, layout=layout, writers=writers)
 
 
 def manifest_of(own: OwnSave, rank: int, plan: SavePlan) -> Manifest:

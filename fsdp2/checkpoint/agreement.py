@@ -204,6 +204,8 @@ def _wait_for_all(
         except RuntimeError as error:
             there = read_present(store, list(keys.values()))
             absent = [rank for rank, key in keys.items() if key not in there]
+            if not absent:
+                return  # the last came within the limit
             text = (
                 f"Rank {this_rank()} is about to {about}, as all ranks have to, and after "
                 f"{limit.total_seconds():g} s these have not come: {', '.join(map(str, absent))}"

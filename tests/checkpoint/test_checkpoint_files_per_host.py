@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from checkpoint_cases import adamw, build, train
 from checkpoint_crash import NAME, TOGETHER, make_job, mark, run, save, tensors
 from fsdp2.checkpoint import CheckpointError, CorruptCheckpoint, save_model
-from fsdp2.checkpoint.format.header import TensorInfo, parse_header, plan_file
+from fsdp2.checkpoint.format.header import TensorInfo, frame, parse_header, plan_file
 from fsdp2.checkpoint.format.manifest import Chunk, section_of
 from fsdp2.checkpoint.loading.opening import open_source
 from fsdp2.checkpoint.saving.capture import Captured, capture
 from fsdp2.checkpoint.saving.job import SaveOptions
-from fsdp2.checkpoint.saving.writing import plan_save
+from fsdp2.checkpoint.saving.writing import Writers, _share, plan_save
 from fsdp2.dtensor import placement
 from fsdp2.dtensor.boxes import Box
 from harness import cached_mesh, ours_only, run_on
@@ -110,16 +110,25 @@ def test_a_rank_knows_what_the_others_write(kind: str, num_ranks: int) -> None:
 
 
 def test_by_default_from_the_number_of_ranks() -> None:
-    found = [SaveOptions().ranks_per_file(num) for num in (1, 512, 513, 1025, 16_384, 65_536)]
+    found = [SaveOptions().writers(num).num for num in (1, 512, 513, 1025, 16_384, 65_536)]
     assert found == [1, 1, 2, 4, 32, 128]
-    assert SaveOptions("per-rank").ranks_per_file(16_384) == 1
+    assert SaveOptions("per-rank").writers(16_384).num == 1
+
+
+def test_files_are_few_where_every_eighth_rank_shares_tensors() -> None:
+    members = tuple(range(3, 16_384, 8))
+    writers = SaveOptions().writers(16_384)
+    groups = {tuple(writers.group(members, rank)) for rank in members}
+    assert len(groups) == 64
+    assert {len(group) for group in groups} == {32}
+    assert sorted(rank for group in groups for rank in group) == list(members)
 
 
 def test_by_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     for layout in ("auto", "per-rank"):
-        found = [SaveOptions(layout, files_per_host=n).ranks_per_file(64) for n in (1, 2, 4, 8)]
-        assert found == [8, 4, 2, 1]
+        found = [SaveOptions(layout, files_per_host=n).writers(64) for n in (1, 2, 4, 8)]
+        assert found == [Writers(num, of_host=True) for num in (8, 4, 2, 1)]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +164,7 @@ def test_ranks_of_a_file_are_those_of_a_host(tmp_path: Path) -> None:
         for p in make_job(tmp_path, 0).captured.parts
     ]
     for rank, file in ((1, "model-rank-00001"), (3, "model-ranks-00002-00003")):
-        plan = plan_save(parts, rank, (1, 2, 3), layout="per-rank", ranks_per_file=2)
+        plan = plan_save(parts, rank, (1, 2, 3), layout="per-rank", writers=Writers(2, True))
         assert next(iter(plan.headers)) == f"{file}.safetensors"
 
 
@@ -193,7 +202,7 @@ def other_number(job: Any) -> None:
     ("change", "said"),
     [
         (other_sizes, "Ranks 0 and 1 disagree on the sizes of what each rank writes into model-ra"),
-        (other_number, "Ranks 0 and 1 disagree on"),
+        (other_number, "Ranks 0 and 1 disagree on .* files_per_host= and LOCAL_WORLD_SIZE have to"),
     ],
 )
 def test_ranks_that_disagree(tmp_path: Path, change: Callable[[Any], None], said: str) -> None:
@@ -204,7 +213,7 @@ def test_ranks_that_disagree(tmp_path: Path, change: Callable[[Any], None], said
 
 def test_a_rank_that_would_not_write_what_the_others_expect(tmp_path: Path) -> None:
     with pytest.raises(
-        AssertionError, match=r"rank 1 writes .* into .* of model-ranks-00000-00001"
+        CheckpointError, match=r"Rank 1 would write other bytes into model-ranks-00000-00001"
     ):
         disagreeing(tmp_path, partial(other_sizes, of=1))
     assert not (tmp_path / NAME).exists()
@@ -272,3 +281,20 @@ def test_a_dtensor_stays_one() -> None:
 def are_dtensors() -> bool:
     model = on_slices(cached_mesh(2, 2, 2, names=("dp", "cp", "tp")), flat=False)
     return [isinstance(p, DTensor) for p in model.parameters()] == [True] * 5 + [False]
+
+
+# -- the header of a file that several ranks write ----------------------------------------------
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 64, 2000])
+def test_shares_of_a_header_are_the_header(num: int) -> None:
+    text = plan_file([section_of(rank, "F32", 10) for rank in range(64)]).header
+    shares = [_share(text, position, num) for position in range(num)]
+    whole = b""
+    for begin, share in shares:
+        assert begin == len(whole)
+        whole += share
+    assert whole == frame(text)
+    assert shares[0][1][:8] == whole[:8]
+    num_json = [len(share.strip()) for _, share in shares[1:]]
+    assert not num_json or max(num_json) - min(num_json) <= 1  # each has as much of the JSON

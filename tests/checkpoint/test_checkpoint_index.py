@@ -33,14 +33,14 @@ from fsdp2.checkpoint.format.manifest import (
     marker_name,
     tables_of,
 )
-from fsdp2.checkpoint.format.marker import read_marker
+from fsdp2.checkpoint.format.marker import dump, read_marker
 from fsdp2.checkpoint.format.ranges import Ranges
 from fsdp2.checkpoint.format.small_state import SmallFile
 from fsdp2.checkpoint.loading.opening import open_source
 from fsdp2.checkpoint.saving import indexing
 from fsdp2.checkpoint.saving.attempt import check_agreement
 from fsdp2.checkpoint.saving.indexing import index_parts
-from fsdp2.checkpoint.saving.writing import plan_save
+from fsdp2.checkpoint.saving.writing import Writers, plan_save
 from fsdp2.checkpoint.tools.inspect import check, open_checkpoint
 from fsdp2.dtensor.boxes import Box, split_evenly
 from harness import ours_only, run_on
@@ -86,7 +86,7 @@ def manifests_of(
             info, by = TensorInfo(name, "F32", shape), partial(written, number, shape)
             parts.append(TensorPart(kind, info, box, box, ranks, writes, by))
         plan = plan_save(
-            parts, rank, ranks, layout=layout, max_file_bytes=4000, ranks_per_file=together
+            parts, rank, ranks, layout=layout, max_file_bytes=4000, writers=Writers(together)
         )
         sets = plan.recorded(
             [
@@ -449,6 +449,16 @@ def test_a_checkpoint_of_an_earlier_release(tmp_path: Path, layout: str) -> None
             assert check(source).num_blocks > 3
             found.append((source.tensors, source.optimizer, source.ranks))
     assert found[0] == found[1]
+
+
+def test_files_of_a_rank_are_listed_as_they_always_were() -> None:
+    """Indices that were written earlier are compared with what manifests say, byte for byte."""
+    [first] = manifests_of({"weight": (4,)}, (1, 1), "shared")
+    small = {"own-00000.safetensors": SmallFile("abc", None), "state-00000.json": SmallFile("d", 3)}
+    manifest = replace(first, small_files=small)
+    listed = b'"small_files":{"own-00000.safetensors":"abc","state-00000.json":["d",3]}'
+    assert listed in dump(manifest)
+    assert listed in b"".join(index_parts([manifest], lambda: None))
 
 
 def test_a_run_of_an_earlier_release_goes_on(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from fsdp2.checkpoint.loading.source import Source
 from fsdp2.checkpoint.saving.attempt import STAGING
 from fsdp2.checkpoint.saving.capture import Captured
 from fsdp2.checkpoint.saving.job import SaveJob, SaveOptions
+from fsdp2.checkpoint.saving.writing import Writers
 from fsdp2.dtensor.boxes import Box, split_evenly
 
 NAME = "step-000001"
@@ -41,8 +42,8 @@ class _Together(SaveOptions):
     """Of files of boxes, each is written by two ranks."""
 
     @override
-    def ranks_per_file(self, num_ranks: int) -> int:
-        return 2
+    def writers(self, num_ranks: int) -> Writers:
+        return Writers(2, of_host=True)
 
 
 class Crash(BaseException):

@@ -269,10 +269,11 @@ def seal(step: Path) -> None:
     """Make the checksums of small files right again."""
     for manifest in manifests_of(step):
         content = content_of(manifest)
-        for name, (_, num) in content["small_files"].items():
-            data = (step / OWN / name).read_bytes() if num is None else values_of(manifest)
-            size = None if num is None else len(data)
-            content["small_files"][name] = [hashlib.sha256(data).hexdigest(), size]
+        for name, listed in content["small_files"].items():
+            is_file = isinstance(listed, str)
+            data = (step / OWN / name).read_bytes() if is_file else values_of(manifest)
+            sha256 = hashlib.sha256(data).hexdigest()
+            content["small_files"][name] = sha256 if is_file else [sha256, len(data)]
         sign(manifest, json.dumps(content, separators=(",", ":")).encode())
 
 

@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from fsdp2.checkpoint import CheckpointError, agreement
 from fsdp2.common import stores
 from fsdp2.common.stores import read, read_present, wait_for
 
@@ -55,3 +56,17 @@ def test_no_request_is_long() -> None:
     wait_for(counting, keys, timedelta(seconds=1))  # type: ignore[arg-type]
     assert len(read(counting, keys)) == 5000  # type: ignore[arg-type]
     assert counting.longest == 1024
+
+
+def test_who_came_at_the_last_moment_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait that ends with an error, and then all keys are there."""
+    store = dist.HashStore()
+    store.set("a", "1")
+
+    def late(store: object, keys: object, limit: object) -> None:
+        raise RuntimeError("wait timeout")
+
+    monkeypatch.setattr(agreement, "wait_for", late)
+    agreement._wait_for_all(store, {0: "a"}, "load", None)
+    with pytest.raises(CheckpointError, match=r"these have not come: 1$"):
+        agreement._wait_for_all(store, {0: "a", 1: "b"}, "load", None)

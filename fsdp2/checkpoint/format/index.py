@@ -58,7 +58,7 @@ class Row(NamedTuple):
     """A tensor in the contents.
 
     Attributes:
-        file, offset: where it lies as a whole; None if ranks have parts of it in their own files.
+        file, offset: where it lies as a whole; None if it lies in files of boxes.
         partitions: each partition that it is in, and its position there.
     """
 
@@ -104,8 +104,8 @@ class Written(NamedTuple):
     """A box of a tensor that a rank wrote.
 
     Attributes:
-        file, info, offset: the rank's own file, and the box's first byte there; all None if a file
-            holds the whole tensor.
+        file, info, offset: the file of boxes, and the first byte there; all None if a file holds
+            the whole tensor.
         checksums: CRC32 of each block.
     """
 
@@ -119,8 +119,8 @@ class RankRecord(NamedTuple):
     """What one rank wrote.
 
     Attributes:
-        groups: of tensors of which it wrote the same box: their partition, the rank's own file that
-            holds these boxes, or "" where files hold whole tensors, and where in ``data`` their
+        groups: of tensors of which it wrote the same box: their partition, the file that holds
+            these boxes, or "" where files hold whole tensors, and where in ``data`` their
             offsets in that file and their checksums begin.
     """
 

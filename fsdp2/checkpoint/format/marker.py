@@ -18,7 +18,7 @@ from ..errors import CorruptCheckpoint
 from .header import MAX_HEADER_BYTES, TensorInfo, frame, info_of, parse_json
 from .manifest import BLOCK_BYTES, Group, Manifest, SetOfFiles, kind_of
 from .ranges import parsed_ranges
-from .small_state import MAX_MANIFEST_BYTES, parsed_small_files
+from .small_state import MAX_MANIFEST_BYTES, listed_small_files, parsed_small_files
 from .strict import Check, converted, opened_small
 from .version1 import sets_of_version_1
 
@@ -40,7 +40,7 @@ def dump(manifest: Manifest, values: bytes = b"") -> bytes:
         "ranks": manifest.ranks.listed(),
         "sets": [_listed(files) for files in manifest.sets],
         "aliases": manifest.aliases,
-        "small_files": manifest.small_files,
+        "small_files": listed_small_files(manifest.small_files),
         "writer": manifest.writer,
         "optimizer_names": manifest.optimizer_names,
     }

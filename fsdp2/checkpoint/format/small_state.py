@@ -30,11 +30,16 @@ class SmallFile(NamedTuple):
     num_bytes: int | None
 
 
+def listed_small_files(files: dict[str, SmallFile]) -> dict[str, str | SmallFile]:
+    """A rank's small files by name, as manifests and the index list them."""
+    # A file as in earlier releases: the index of an old checkpoint is compared with its manifests.
+    return {name: each.sha256 if each.num_bytes is None else each for name, each in files.items()}
+
+
 def parsed_small_files(value: Any, check: Check) -> dict[str, SmallFile]:
-    """A rank's small files by name, as a manifest or an index lists them."""
+    """The inverse of `listed_small_files`."""
     found = {}
     for name, each in check.table(value, "small_files").items():
-        # Earlier manifests have only the SHA-256.
         sha256, num = (each, None) if isinstance(each, str) else check.items(each, "a small file")
         num_bytes = None if num is None else check.number(num, "the size of a small file")
         name = check.file_name(name, "small_files")

@@ -238,7 +238,7 @@ def _collect(source: Source) -> None:
                 if file not in headers:
                     headers[file] = source.read_header(file)
     for ranks, chunk in source.chunks():
-        tensor, file, box, in_own_file, _ = chunk
+        tensor, file, box, in_file_of_boxes, _ = chunk
         name = tensor.name
         table = _table_of(source, file, name)
         stored = table.get(name)
@@ -253,9 +253,9 @@ def _collect(source: Source) -> None:
             raise CorruptCheckpoint(
                 f"{source.path}/{file}: tensor '{name}' is not what the manifest says"
             )
-        if in_own_file is not None or not stored.extents:
+        if in_file_of_boxes is not None or not stored.extents:
             holds = box
-            if in_own_file is None:
+            if in_file_of_boxes is None:
                 holds = wholes.get(tensor.shape) or Box.whole(tensor.shape)
                 wholes[tensor.shape] = holds
             stored.extents.append(Extent(file, holds, offset))

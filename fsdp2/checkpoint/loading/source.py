@@ -69,7 +69,7 @@ class Stored:
 def _holds(extent: Extent, chunk: Chunk) -> bool:
     if extent.file != chunk.file:
         return False
-    # Of whole tensors there is one extent, of a rank's own file one for each chunk: boxes are
+    # Of whole tensors there is one extent, in files of boxes one for each chunk: boxes are
     # compared for those that are neither.
     if extent.box is chunk.box or extent.box.shape == chunk.tensor.shape:
         return True

@@ -412,6 +412,9 @@ def remove_left(disk: Disk, root: Path) -> None:
 _left: dict[Path, dict[str, Attempt]] = {}
 
 
+_EQUAL_SETTINGS = ". layout=, files_per_host= and LOCAL_WORLD_SIZE have to be equal on all ranks"
+
+
 def check_agreement(manifests: Iterable[Manifest]) -> None:
     """Check that the parts fit together.
 
@@ -437,6 +440,7 @@ def agreeing(manifests: Iterable[Manifest]) -> Iterator[Manifest]:
                     f"Ranks {first} and {manifest.rank} disagree on the names, shapes or dtypes of "
                     f"what ranks {list(files.ranks)} save together. If parts of the model exist "
                     "on some ranks only, name them with rank_local="
+                    + ("" if files.whole else _EQUAL_SETTINGS)
                 )
             for file, info in () if files.whole else files.files.items():
                 first, as_of_first = boxes.setdefault(file, (manifest.rank, info))

@@ -22,6 +22,7 @@ from ..format.manifest import (
     kind_of,
 )
 from ..format.ranges import Ranges
+from ..format.small_state import listed_small_files
 from ..format.strict import MAX_SMALL_BYTES
 
 
@@ -85,7 +86,8 @@ class _Builder:
                     groups.append((partition.number, group.file, len(data)))
                     data += group.offsets + group.checksums
         own = {f: info for s in manifest.sets if not s.whole for f, info in s.files.items()}
-        content = {"files": own, "small_files": manifest.small_files, "groups": groups}
+        small = listed_small_files(manifest.small_files)
+        content = {"files": own, "small_files": small, "groups": groups}
         return json.dumps(content, separators=(",", ":")).encode() + b"\n" + data
 
     def _partition(self, ranks: Ranges, group: Group) -> _Partition | None:

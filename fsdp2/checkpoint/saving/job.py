@@ -33,7 +33,7 @@ from .attempt import Attempt, remove_left, sweep
 from .capture import Captured
 from .roll_call import RollCall, left_open, settled
 from .staging import Staged
-from .writing import MAX_FILE_BYTES, Progress, SavePlan, Writer, plan_save
+from .writing import MAX_FILE_BYTES, Progress, SavePlan, Writer, Writers, plan_save
 
 LAYOUTS = ("auto", "shared", "per-rank")
 MANY_FILES = 512  # of a kind in a folder; with more, several ranks write one
@@ -50,7 +50,7 @@ class SaveOptions:
             of one that was given up after a minute at most.
         num_threads: threads per rank that write.
         files_per_host: into how many files of boxes the ranks of a host write together; None: see
-            `ranks_per_file`.
+            `writers`.
     """
 
     layout: str = "auto"
@@ -79,16 +79,16 @@ class SaveOptions:
                 f"files_per_host must divide the {num} ranks of a host, got {self.files_per_host}"
             )
 
-    def ranks_per_file(self, num_ranks: int) -> int:
-        """How many ranks in a row write the same file of boxes.
+    def writers(self, num_ranks: int) -> Writers:
+        """Which ranks write the same file of boxes.
 
-        With layout "per-rank" one: not every storage takes a file from several writers.
+        With layout "per-rank" each its own: not every storage takes a file from several writers.
         """
         if self.files_per_host is not None:
-            return ranks_of_host() // self.files_per_host
+            return Writers(ranks_of_host() // self.files_per_host, of_host=True)
         if self.layout == "per-rank":
-            return 1
-        return power_of_two(-(-num_ranks // MANY_FILES))
+            return Writers()
+        return Writers(power_of_two(-(-num_ranks // MANY_FILES)))
 
 
 class SaveJob:
@@ -127,7 +127,7 @@ class SaveJob:
             self.ranks,
             layout=self.options.layout,
             max_file_bytes=self.options.max_file_bytes,
-            ranks_per_file=self.options.ranks_per_file(len(self.ranks)),
+            writers=self.options.writers(len(self.ranks)),
         )
 
     def begin(self) -> None:

@@ -15,9 +15,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ...common.threads import submit
 from ...dtensor.boxes import Box, run_numel, run_offsets
+from ..errors import CheckpointError
 from ..format.checksum import crc32
 from ..format.disk import Disk
 from ..format.header import FilePlan, TensorInfo, frame, plan_file, plan_files
@@ -30,6 +32,27 @@ SHARED_MIN_RUN_BYTES = 256 << 10
 SHARED_MAX_RUNS = 2048
 MAX_FILE_BYTES = 5_000_000_000
 Places = dict[tuple[str, str], tuple[str, int]]  # by kind and name of a tensor: file, first byte
+
+
+class Writers(NamedTuple):
+    """Which ranks write their boxes into one file.
+
+    Attributes:
+        num: how many, at most.
+        of_host: they are neighbours among all ranks, and so on one host if ``num`` divides its
+            ranks; otherwise among those that share the tensors, so that files are few even if
+            these are every eighth rank.
+    """
+
+    num: int = 1
+    of_host: bool = False
+
+    def group(self, members: Sequence[int], rank: int) -> Sequence[int]:
+        """Those of ``members``, which share tensors, that write one file with ``rank``."""
+        if self.of_host:
+            return [r for r in members if r // self.num == rank // self.num]
+        first = members.index(rank) // self.num * self.num
+        return members[first : first + self.num]
 
 
 @dataclass(frozen=True)
@@ -117,7 +140,7 @@ def plan_save(
     *,
     layout: str = "auto",
     max_file_bytes: int = MAX_FILE_BYTES,
-    ranks_per_file: int = 1,
+    writers: Writers = Writers(),  # noqa: B008
 ) -> SavePlan:
     """Decide which bytes this rank writes where.
 
@@ -126,7 +149,7 @@ def plan_save(
         rank, ranks: this rank, and all ranks of the save.
         layout: "shared": every rank writes its ranges of the final files; "per-rank": it writes
             files of boxes; "auto": shared, unless that would mean very many small ranges.
-        ranks_per_file: how many ranks in a row write the same file of boxes.
+        writers: who writes the same file of boxes.
     """
     sets: list[SetOfFiles] = []
     chunks: list[PlannedChunk] = []
@@ -137,10 +160,10 @@ def plan_save(
         if shared:
             files, places = _shared_files(own, members, ranks, max_file_bytes)
         else:
-            group = [r for r in members if r // ranks_per_file == rank // ranks_per_file]
+            group = writers.group(members, rank)
             files, places = _files_of_boxes(own, rank, group, ranks)
             for file, plan in files.items():
-                headers[file] = _share(frame(plan.header), group.index(rank), len(group))
+                headers[file] = _share(plan.header, group.index(rank), len(group))
         # Of equal shapes next to each other, so that a few ranges name the tensors of a group.
         ordered = sorted(own, key=lambda part: (part.kind, *part.tensor[1:]))
         positions = {(p.kind, p.tensor.name): position for position, p in enumerate(ordered)}
@@ -160,7 +183,7 @@ def plan_save(
                 Ranges.of(members),
                 {file: plan.info for file, plan in files.items()},
                 shared,
-                _digest(files) if shared else _digest_of_tensors(own, ranks_per_file),
+                _digest(files) if shared else _digest_of_tensors(own, writers),
                 _texts(files) if shared and rank == members[0] else {},
                 tuple(table),
             )
@@ -248,7 +271,11 @@ def _files_of_boxes(
                 filled[dtype] += part.box.numel * part.tensor.itemsize
         # What the other ranks leave room for: more would overwrite the bytes of the next one.
         room = {t.dtype: t.nbytes for t in entries if t.name == section_of(rank, t.dtype, 0).name}
-        assert alone or filled == room, f"rank {rank} writes {filled} into {room} of {file}"
+        if not alone and filled != room:
+            raise CheckpointError(
+                f"Rank {rank} would write other bytes into {file} than the other ranks leave room "
+                f"for: {dict(filled)}, not {room}. Save with layout='per-rank'"
+            )
     return files, places
 
 
@@ -264,13 +291,16 @@ def _sections(parts: Sequence[TensorPart], group: Sequence[int]) -> list[TensorI
     return sections
 
 
-def _share(header: bytes, position: int, num: int) -> tuple[int, bytes]:
+def _share(header: str, position: int, num: int) -> tuple[int, bytes]:
     """Where the piece of a header begins that one of ``num`` ranks writes, and the piece.
 
-    As long as a piece is missing, zeros are in its place, which no reader accepts.
+    As long as a piece is missing, zeros are in its place, which no reader accepts. The first one
+    has the length before the JSON, the last one the spaces behind it.
     """
-    begin, end = (len(header) * at // num for at in (position, position + 1))
-    return begin, header[begin:end]
+    framed, num_json = frame(header), len(header.encode())
+    begin, end = (8 + num_json * at // num for at in (position, position + 1))
+    begin = begin if position else 0
+    return begin, framed[begin : end if position + 1 < num else None]
 
 
 def _digest(files: dict[str, FilePlan]) -> str:
@@ -278,9 +308,9 @@ def _digest(files: dict[str, FilePlan]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def _digest_of_tensors(parts: Sequence[TensorPart], ranks_per_file: int) -> str:
+def _digest_of_tensors(parts: Sequence[TensorPart], writers: Writers) -> str:
     tensors = [[p.kind, p.tensor.name, p.tensor.dtype, p.tensor.shape] for p in parts]
-    content = [ranks_per_file, tensors]
+    content = [writers, tensors]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
