@@ -360,7 +360,9 @@ def test_gradients_of_an_lstm_have_the_dtype_that_the_device_makes(reduces_in: t
     on_cpu = gradients("cpu", fake=True)
     assert on_cpu == gradients("cpu", fake=False)
     assert len(on_cpu) == 4
-    kept = reduces_in is torch.float32 and KEEPS_DTYPES
+    # Processors without a kernel for bfloat16 run an operator for each position.
+    one_kernel = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    kept = reduces_in is torch.float32 and KEEPS_DTYPES and one_kernel
     assert {dtype for _, dtype in on_cpu.values()} == {torch.float32 if kept else torch.bfloat16}
     assert {dtype for _, dtype in gradients("cuda", fake=True).values()} == {torch.bfloat16}
 

@@ -6,6 +6,7 @@ import json
 import sys
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -337,11 +338,15 @@ def direct(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return operator(q, k, v, 0.0, True)[0]
 
 
-def recurrent(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def recurrent(q: Tensor, k: Tensor, v: Tensor, kind: type[nn.RNNBase] = nn.LSTM) -> Tensor:
     flat = q.transpose(1, 2).flatten(2)
-    return attend(q, k, v) + nn.LSTM(WIDTH, WIDTH, batch_first=True, dtype=q.dtype)(flat)[
-        0
-    ].reshape(*flat.shape[:2], -1, HEAD).transpose(1, 2)
+    made = kind(WIDTH, WIDTH, batch_first=True, dtype=q.dtype)(flat)[0]
+    return attend(q, k, v) + made.reshape(*flat.shape[:2], -1, HEAD).transpose(1, 2)
+
+
+def step_by_step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    cell = nn.GRUCell(HEAD, HEAD, dtype=q.dtype)
+    return attend(q, k, v) + cell(q.reshape(-1, HEAD)).reshape(q.shape)
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -364,7 +369,9 @@ def beside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         (both, "attention written by hand"),
         (to_half, "attention of 32 queries to 16 keys on a rank that has 32 positions"),
         (direct, "the operator aten::_scaled_dot_product_flash_attention"),
-        (recurrent, "the operator aten::.*(lstm|rnn)"),
+        (recurrent, "the recurrence of LSTM"),
+        (partial(recurrent, kind=nn.GRU), "the recurrence of GRU"),
+        (step_by_step, "the recurrence of GRUCell"),
         (flex, "flex_attention"),
         (beside, "causal attention beside attention that is not"),
         (lambda q, k, v: v, "this model, which calls no such attention"),

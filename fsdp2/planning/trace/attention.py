@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ...render.text import plural
 from .op_costs import operator_name
@@ -62,7 +64,8 @@ class ContextParallel:
         balanced = _cp_options.enable_load_balance
         _enable_context_parallel_dispatcher()
         try:
-            yield
+            with register_module_forward_pre_hook(self._check_module):
+                yield
         finally:
             _disable_context_parallel_dispatcher()
             _cp_options.enable_load_balance = balanced
@@ -108,6 +111,12 @@ class ContextParallel:
             "splits scaled_dot_product_attention of a sequence to itself, without a mask. Predict "
             "this model with context_ranks=1"
         )
+
+    def _check_module(self, module: nn.Module, args: Any) -> None:
+        """Refuse recurrence by its module: without a kernel of its own, for a dtype or on a
+        processor, it is an operator for each position, and none of them says what it is of."""
+        if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+            raise self.refused(f"the recurrence of {type(module).__name__}")
 
     def check(self, func: Any, result: Any) -> None:
         """Refuse an operator in which positions meet, but for the attention that is split."""
