@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import fully_shard
 from harness import RUNS_ON_TORCH, cached_mesh, distributed, ours_only, shared_folder
+from impatient import impatient_mesh
 from models import TRANSFORMER
 from reference import assert_same_gradients, assert_sharded, pair, run_both
 
@@ -34,12 +35,6 @@ if not RUNS_ON_TORCH:
     from fsdp2.optim import Muon, whole_step
     from fsdp2.runtime.states import State
     from fsdp2.runtime.unit import unit_of
-
-
-def short_mesh() -> DeviceMesh:
-    """All ranks, over a group that waits for a second."""
-    group = dist.new_group(timeout=datetime.timedelta(seconds=1))
-    return DeviceMesh.from_group(group, "cpu")
 
 
 def sharded(mesh: DeviceMesh, apply: Callable[..., Any] = fully_shard) -> nn.Sequential:
@@ -69,41 +64,41 @@ def step(model: nn.Module) -> None:
 
 @distributed(2, restart=True)
 def test_forward_and_backward_of_one_rank() -> None:
-    model = sharded(short_mesh())
+    model = sharded(impatient_mesh())
     step(model)
     failure(lambda: model(torch.ones(2, 4)), "the all-gather of unit '(root)' in forward")
-    model = sharded(short_mesh())
+    model = sharded(impatient_mesh())
     step(model)
     loss = model(torch.ones(2, 4)).sum()
     # (The root, kept after forward, is the first to communicate.)
     failure(loss.backward, "the reduction of gradients of unit '(root)' (1.weight, 1.bias)")
-    model = sharded(short_mesh(), replicate)
+    model = sharded(impatient_mesh(), replicate)
     step(model)
     failure(lambda: step(model), "the reduction of gradients of unit '(root)' (1.weight, 1.bias)")
 
 
 @distributed(2, restart=True)
 def test_a_call_of_one_rank_that_all_have_to_make() -> None:
-    model = sharded(short_mesh())
+    model = sharded(impatient_mesh())
     step(model)
     failure(lambda: clip_grad_norm_(model.parameters(), 1.0), "a norm's all-reduce")
-    model = sharded(short_mesh())
+    model = sharded(impatient_mesh())
     step(model)
     torchs = torch.nn.utils.clip_grad_norm_
     failure(lambda: torchs(model.parameters(), 1.0), "torch's clip_grad_norm_")
-    mesh = short_mesh()
+    mesh = impatient_mesh()
     failure(lambda: full_state_dict(sharded(mesh), group=mesh.get_group()), "full_state_dict")
-    model = sharded(short_mesh(), replicate)
+    model = sharded(impatient_mesh(), replicate)
     failure(lambda: broadcast_replicas(model), "broadcast_replicas")
-    model = sharded(short_mesh())
+    model = sharded(impatient_mesh())
     muon = Muon([p for p in model.parameters() if p.ndim == 2])
     step(model)
     failure(muon.step, "an optimizer's exchange of whole tensors (Muon")
-    model = sharded(short_mesh())
+    model = sharded(impatient_mesh())
     whole = whole_step(torch.optim.SGD(model.parameters(), 0.1))
     step(model)
     failure(whole.step, "whole_step")
-    mesh = short_mesh()
+    mesh = impatient_mesh()
     ids = torch.tensor([[0], [1]])
     failure(lambda: TokenExchange(ids, 2, mesh), "the exchange of tokens between experts")
     with pytest.MonkeyPatch.context() as patch, shared_folder() as folder:

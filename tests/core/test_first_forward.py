@@ -3,7 +3,6 @@ that is no model, is an error or a warning that names it. (What differs: `test_a
 
 from __future__ import annotations
 
-import datetime
 import re
 import threading
 import time
@@ -18,10 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from harness import RUNS_ON_TORCH, cached_mesh, distributed, ours_only
+from impatient import impatient_mesh
 
 pytestmark = ours_only("checks of its own")
 
@@ -53,12 +52,6 @@ def sharded(model: nn.Sequential, **options: Any) -> nn.Sequential:
     return fully_shard(model, **options)
 
 
-def short_mesh() -> DeviceMesh:
-    """All ranks, over a group that waits for a second."""
-    group = dist.new_group(timeout=datetime.timedelta(seconds=1))
-    return DeviceMesh.from_group(group, "cpu")
-
-
 @contextmanager
 def warned() -> Iterator[list[str]]:
     """What is warned of inside, once it is over."""
@@ -72,7 +65,7 @@ def warned() -> Iterator[list[str]]:
 @distributed(2)
 def test_a_rank_that_does_not_come_is_named() -> None:
     rank = dist.get_rank()
-    model = sharded(mlp(), mesh=short_mesh())
+    model = sharded(mlp(), mesh=impatient_mesh())
     if rank == 0:
         with pytest.raises(RanksDisagreeError) as caught:
             model(X)
@@ -102,7 +95,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 @distributed(2)
 def test_a_corrected_model_trains_after_it() -> None:
     """Message tags are counted alike on all ranks, although the refused models had other units."""
-    mesh = short_mesh()
+    mesh = impatient_mesh()
     more = [nn.Linear(4, 4)] if dist.get_rank() == 0 else []
     with pytest.raises(RanksDisagreeError):
         sharded(nn.Sequential(*mlp(), *more), mesh=mesh)(X)

@@ -5,7 +5,6 @@ The libraries themselves are in `tests/ecosystem`.
 
 from __future__ import annotations
 
-import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import full_state_dict, fully_shard
 from harness import distributed, ours_only, shared_folder
+from impatient import impatient_mesh
 
 pytestmark = [ours_only("torch's raises, or writes shards")]
 
@@ -205,8 +204,7 @@ def test_what_rank_0_cannot_write_is_an_error_on_all_ranks() -> None:
 
 @distributed(2)
 def test_a_rank_that_saves_alone_is_told_who_is_missing() -> None:
-    group = dist.new_group(timeout=datetime.timedelta(seconds=1))
-    model = fully_shard(OnEveryRank(), mesh=DeviceMesh.from_group(group, "cpu"))
+    model = fully_shard(OnEveryRank(), mesh=impatient_mesh())
     with shared_folder() as folder:
         if dist.get_rank() == 0:
             text = (
