@@ -32,25 +32,18 @@ class ContextParallel:
         length: positions of each rank.
 
     Attributes:
-        num_calls: of attention, so far.
+        ranks: how many there are.
+        group: the name of their process group.
     """
 
     def __init__(self, mesh: DeviceMesh, length: int) -> None:
         self.mesh = mesh
         self.length = length
-        self.num_calls = 0
-        self._causal: bool | None = None
+        self.ranks = mesh.size()
+        self.group = mesh.get_group().group_name
+        self._causal: bool | None = None  # of all attention so far, if there was any
         self._inside = False
         self._allowed: set[Any] = set()
-
-    @property
-    def ranks(self) -> int:
-        return self.mesh.size()
-
-    @property
-    def group(self) -> str:
-        """The name of its process group."""
-        return self.mesh.get_group().group_name
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -78,6 +71,8 @@ class ContextParallel:
         Raises:
             ValueError: for attention that torch does not split.
         """
+        from torch.distributed.tensor.experimental._attention import _cp_options
+
         lengths = {part.shape[_SEQUENCE_DIM] for part in parts}
         if lengths != {self.length}:
             raise self.refused(
@@ -87,8 +82,8 @@ class ContextParallel:
         if self._causal not in (None, causal):
             raise self.refused("causal attention beside attention that is not (one of both only)")
         self._causal = causal
-        self._balance(causal)
-        self.num_calls += 1
+        # As torch wants it: each rank has a part of the head and one of the tail, if causal.
+        _cp_options.enable_load_balance = causal
         over = [DTensor.from_local(t, self.mesh, [Shard(_SEQUENCE_DIM)], run_check=False)
                 for t in parts]  # fmt: skip
         self._inside = True
@@ -98,12 +93,6 @@ class ContextParallel:
             self._inside = False
         assert isinstance(made, DTensor)
         return made.to_local()
-
-    def _balance(self, causal: bool) -> None:
-        """As torch wants it: each rank has a part of the head and one of the tail, if causal."""
-        from torch.distributed.tensor.experimental._attention import _cp_options
-
-        _cp_options.enable_load_balance = causal
 
     def refused(self, what: str) -> ValueError:
         return ValueError(
@@ -138,7 +127,7 @@ class ContextParallel:
         Raises:
             ValueError: if it has none.
         """
-        if not self.num_calls:
+        if self._causal is None:
             raise self.refused("this model, which calls no such attention")
 
     def conclude(self) -> list[str]:
@@ -146,7 +135,7 @@ class ContextParallel:
         embeds tokens."""
         from torch.distributed.tensor.experimental._attention import _cp_options
 
-        if not self.num_calls:
+        if self._causal is None:
             return []
         method = _cp_options.rotate_method.name.lower().replace("_", "-")
         notes = [
