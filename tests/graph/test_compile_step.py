@@ -1,0 +1,481 @@
+"""A compiled step has the losses, gradients and buffers of eager: bitwise with ``aot_eager`` where
+two ranks add, else to rounding."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
+
+import llama
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+from fsdp2.graph import compile_step
+from harness import cached_mesh, distributed, ours_only
+from models import BY_NAME, MLP, RECURRENT, TRANSFORMER, Case
+from reference import shard_case
+
+pytestmark = ours_only("a compiled step of its own")
+
+Pair = tuple[Any, Any]
+
+
+def twins(case: Case, dtype: torch.dtype = torch.float64, **options: Any) -> Pair:
+    """The same sharded model twice."""
+    torch.manual_seed(0)
+    plain = case.build().to(dtype)
+    first, second = (shard_case(case, copy.deepcopy(plain), **options) for _ in range(2))
+    return first, second
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_equal_state(eager: nn.Module, graph: nn.Module, *, bitwise: bool) -> None:
+    """Parameters, gradients and buffers."""
+    tolerance = {"rtol": 0.0, "atol": 0.0} if bitwise else {}
+    ours, others = dict(graph.named_parameters()), dict(eager.named_parameters())
+    assert list(ours) == list(others)
+    for name, param in ours.items():
+        theirs = others[name]
+        torch.testing.assert_close(local(param), local(theirs), **tolerance, msg=name)
+        assert (param.grad is None) == (theirs.grad is None), name
+        if param.grad is not None:
+            assert type(param.grad) is type(theirs.grad)
+            found, expected = local(param.grad), local(theirs.grad)
+            torch.testing.assert_close(found, expected, **tolerance, msg=f"gradient of {name}")
+    for (name, buffer), theirs in zip(graph.named_buffers(), eager.buffers(), strict=True):
+        torch.testing.assert_close(buffer, theirs, **tolerance, msg=name)
+
+
+def train_both(
+    models: Pair,
+    loss_of: Callable[..., Any],
+    batch_of: Callable[[int], tuple[Any, ...]],
+    *,
+    steps: int = 3,
+    accumulate: int = 1,
+    backend: Any = "aot_eager",
+    bitwise: bool | None = None,
+) -> Any:
+    """Trains one model eagerly and the other by a compiled step, and compares after each."""
+    if bitwise is None:
+        bitwise = dist.get_world_size() <= 2
+    eager, graph = models
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models]
+    step = compile_step(graph, loss_of, backend=backend)
+    for i in range(steps):
+        for j in range(accumulate):
+            batch = batch_of(i * accumulate + j)
+            expected = loss_of(eager, *batch)
+            expected.backward()
+            found = step(*batch)
+            assert not found.requires_grad
+            tolerance = {"rtol": 0.0, "atol": 0.0} if bitwise else {}
+            torch.testing.assert_close(found, expected.detach(), **tolerance)
+            assert_equal_state(eager, graph, bitwise=bitwise)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return step
+
+
+def batches(case: Case, dtype: torch.dtype = torch.float64) -> Callable[[int], tuple[Any, ...]]:
+    return lambda step: case.batch(step, dist.get_rank(), dtype)
+
+
+@pytest.mark.parametrize("name", sorted(BY_NAME))
+@distributed(2, long=(1, 3))
+def test_models(name: str) -> None:
+    """Uneven dims, tied, frozen, nested, reused and unused parameters, and running statistics."""
+    case = BY_NAME[name]
+    # Eager reduces a unit that runs many times after each of its backwards.
+    bitwise = False if case is RECURRENT else None
+    train_both(twins(case), case.loss, batches(case), accumulate=2, steps=2, bitwise=bitwise)
+
+
+POLICIES = {
+    "bf16": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+    "own": MixedPrecisionPolicy(torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@distributed(2)
+def test_mixed_precision(policy: str) -> None:
+    models = twins(TRANSFORMER, torch.float32, mp_policy=POLICIES[policy])
+    train_both(models, TRANSFORMER.loss, batches(TRANSFORMER, torch.float32), accumulate=2)
+
+
+@pytest.mark.parametrize("name", ["mlp", "lora"])
+@distributed(2)
+def test_parameters_that_stay_gathered(name: str) -> None:
+    case = BY_NAME[name]
+    train_both(twins(case, reshard_after_forward=False), case.loss, batches(case))
+
+
+@distributed(2, 3)
+def test_shards_of_other_dims() -> None:
+    """Even and uneven ones, and parameters that every rank holds whole."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(5, 6))
+            self.other = nn.Parameter(torch.randn(5, 7))
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ self.weight * self.scale).sum() + (x @ self.other).square().sum()
+
+    case = Case("scaled", lambda: nn.Sequential(Scaled()), lambda m: list(m.children()), MLP.batch)
+    models = twins(case, shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 else None)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    train_both(
+        models,
+        lambda model, x: model(x),
+        lambda _: (torch.randn(3, 5, generator=generator, dtype=torch.float64),),
+    )
+
+
+class Recurrences(nn.Module):
+    """Recurrent layers have a list of their weights besides their parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(5, 6, batch_first=True)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0])
+
+
+@distributed(2)
+def test_recurrent_layers() -> None:
+    train_both(twins(simple(Recurrences)), square, random_batches(3, 4, 5))
+
+
+@distributed(4)
+def test_replicas() -> None:
+    mesh = cached_mesh(2, 2, names=("replicate", "shard"))
+    train_both(twins(TRANSFORMER, mesh=mesh), TRANSFORMER.loss, batches(TRANSFORMER))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@distributed(4)
+def test_tensor_parallel(recompute: bool) -> None:
+    mesh = cached_mesh(2, 2, names=("dp", "tp"))
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = llama.Llama(llama.ODD).double()
+        llama.tensor_parallel(model, mesh["tp"], sharded_logits=False, local_hidden=False)
+        if recompute:
+            llama.recompute_activations(model)
+        models.append(llama.shard_units(fully_shard, model, mesh=mesh["dp"]))
+    train_both(
+        (models[0], models[1]),
+        llama.loss_of,
+        lambda step: (llama.token_batch(step, mesh["dp"].get_local_rank(), llama.ODD),),
+    )
+
+
+class Recomputed(nn.Module):
+    """A block that is checkpointed, with dropout."""
+
+    def __init__(self, probability: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+        self.dropout = nn.Dropout(probability)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: self.dropout(self.linear(x).tanh()), x, use_reentrant=False)
+
+
+def build_recomputed(probability: float) -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 5), *(Recomputed(probability) for _ in range(2)))
+
+
+def random_batches(*shape: int) -> Callable[[int], tuple[Any, ...]]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return lambda _: (torch.randn(*shape, generator=generator, dtype=torch.float64),)
+
+
+def square(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().sum()
+
+
+def simple(build: Callable[[], nn.Module]) -> Case:
+    return Case("simple", build, lambda model: list(model.children()), MLP.batch)
+
+
+@distributed(2)
+def test_activation_checkpointing() -> None:
+    models = twins(simple(lambda: build_recomputed(0.0)))
+    train_both(models, square, random_batches(3, 5))
+
+
+@distributed(2)
+def test_random_numbers() -> None:
+    """Those of forward are eager's; a recomputation would draw others, so that is refused."""
+    build = lambda: nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5), nn.Linear(5, 3))  # noqa: E731
+
+    def seeded(model: nn.Module, x: Tensor) -> Tensor:
+        return square(model, x)
+
+    eager, graph = twins(simple(build))
+    step = compile_step(graph, seeded, backend="aot_eager")
+    batch = random_batches(3, 5)(0)
+    for _ in range(3):
+        torch.manual_seed(7)
+        expected = seeded(eager, *batch)
+        expected.backward()
+        torch.manual_seed(7)
+        assert torch.equal(step(*batch), expected.detach())
+        assert_equal_state(eager, graph, bitwise=True)
+    model = twins(simple(lambda: build_recomputed(0.5)))[0]
+    with pytest.raises(RuntimeError, match=r"bernoulli|dropout.*recomputes activations"):
+        compile_step(model, square)(*batch)
+
+
+@distributed(2)
+def test_steps_in_turns() -> None:
+    """Eager and compiled steps, other shapes, frozen parameters, evaluation, clipping."""
+    eager, graph = twins(BY_NAME["cnn"])
+    case = BY_NAME["cnn"]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (eager, graph)]
+    step = compile_step(graph, case.loss, backend="aot_eager")
+
+    def both(i: int, *, compiled: bool = True, size: int = 4) -> None:
+        batch = tuple(x[:size] for x in case.batch(i, dist.get_rank(), torch.float64))
+        expected = case.loss(eager, *batch)
+        expected.backward()
+        found = step(*batch) if compiled else case.loss(graph, *batch)
+        assert torch.equal(found.detach(), expected.detach())
+        if not compiled:
+            found.backward()
+        assert_equal_state(eager, graph, bitwise=True)
+
+    both(0)
+    both(1, compiled=False)  # adds to the gradients of a compiled step
+    both(2)
+    both(3, size=3)
+    assert step.num_graphs == 2
+    for model in (eager, graph):
+        clip_grad_norm_(model.parameters(), 0.1)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    assert_equal_state(eager, graph, bitwise=True)
+    both(4)
+    for model in (eager, graph):
+        model.zero_grad()
+        model.eval()
+    both(5)
+    assert step.num_graphs == 3
+    for model in (eager, graph):
+        model.zero_grad()
+        model[0][0].weight.requires_grad_(False)
+    both(6)
+    assert graph[0][0].weight.grad is None
+    for model in (eager, graph):
+        model.load_state_dict({k: v * 1.5 for k, v in model.state_dict().items()})
+    both(7)
+
+
+@distributed(2)
+def test_other_results_and_arguments() -> None:
+    """A tuple of results, keyword arguments, constants, autocast, and a gradient scale."""
+    eager, graph = twins(BY_NAME["even_mlp"], torch.float32)
+
+    def loss_fn(model: nn.Module, x: Tensor, *, scale: Tensor, power: int) -> Any:
+        output = model(x)
+        return (output.pow(power).sum() * scale, {"mean": output.mean(), "power": power})
+
+    step = compile_step(graph, loss_fn, backend="aot_eager")
+    for power in (2, 4):
+        for scale in (1.0, 8.0):
+            x = BY_NAME["even_mlp"].batch(power, dist.get_rank(), torch.float32)[0]
+            with torch.autocast("cpu", enabled=power == 4):
+                loss, others = loss_fn(eager, x, scale=torch.tensor(scale), power=power)
+                loss.backward()
+                found, mine = step(x, scale=torch.tensor(scale), power=power)
+            assert torch.equal(found, loss.detach())
+            assert torch.equal(mine["mean"], others["mean"].detach())
+            assert mine["power"] == power
+            assert not mine["mean"].requires_grad
+            assert_equal_state(eager, graph, bitwise=True)
+    assert step.num_graphs == 2
+
+
+class Holder(nn.Module):
+    """Parameters that no unit manages beside units, and a buffer that forward writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.randn(5))
+        self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
+        self.linear = nn.Linear(5, 5)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(x.detach().sum())
+        return self.linear(x * self.own + self.frozen)
+
+
+@distributed(2)
+def test_parameters_without_a_unit() -> None:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = nn.Sequential(Holder(), nn.Linear(5, 2)).double()
+        fully_shard(model[1])
+        ignored = {model[0].own, model[0].frozen}
+        models.append(fully_shard(model, ignored_params=ignored))
+    train_both((models[0], models[1]), square, random_batches(3, 5), accumulate=2)
+
+
+# ------------------------------------------------------------------------ what is in the graph
+
+
+def targets_of(model: Any, case: Case) -> list[tuple[Any, str]]:
+    """The nodes of the graph that runs, in order, with the names of their operators."""
+    graphs: list[Any] = []
+
+    def keep(module: Any, inputs: Any) -> Any:
+        graphs.append(module)
+        return module
+
+    compile_step(model, case.loss, backend=keep)(*batches(case)(0))
+    return [(node, str(node.target)) for node in graphs[0].graph.nodes]
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@distributed(2)
+def test_collectives(reshard: bool) -> None:
+    """One gather of each unit in forward; one in backward of those that are freed, but for the last
+    one, with which backward begins; and one reduction."""
+    model = twins(TRANSFORMER, reshard_after_forward=reshard)[0]
+    num = len(TRANSFORMER.units(model)) + 1
+    found = [name for _, name in targets_of(model, TRANSFORMER) if "_c10d_functional" in name]
+    assert sum("reduce_scatter" in name for name in found) == num
+    assert sum("all_gather" in name for name in found) == num + (num - 1 if reshard else 0)
+    assert sum("wait_tensor" in name for name in found) == len(found) // 2
+
+
+@distributed(2)
+def test_the_order_of_communication() -> None:
+    """A gather is in flight while the unit ahead of it computes, and no more than one is."""
+    model = twins(TRANSFORMER)[0]
+    gathers = reductions = most_gathers = most_reductions = 0
+    started: dict[Any, str] = {}
+    for node, name in targets_of(model, TRANSFORMER):
+        if "all_gather" in name:
+            started[node], gathers = "gather", gathers + 1
+        elif "reduce_scatter" in name:
+            started[node], reductions = "reduce", reductions + 1
+        elif "wait_tensor" in name:
+            kind = started.pop(node.args[0])
+            gathers -= kind == "gather"
+            reductions -= kind == "reduce"
+        most_gathers = max(most_gathers, gathers)
+        most_reductions = max(most_reductions, reductions)
+    assert not started
+    assert (most_gathers, most_reductions) == (2, 1)
+
+
+# ------------------------------------------------------------------------------------ mistakes
+
+
+def linear(**options: Any) -> Any:
+    torch.manual_seed(0)
+    return fully_shard(nn.Sequential(fully_shard(nn.Linear(5, 5), **options)), **options)
+
+
+class Replaces(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+        self.register_buffer("mean", torch.zeros(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = self.mean * 0.9 + x.mean(0).detach() * 0.1
+        return self.linear(x)
+
+
+@distributed(2)
+def test_mistakes() -> None:
+    x = torch.randn(3, 5)
+    outside = torch.randn(3, 5)
+    with pytest.raises(TypeError, match="Linear is not: call fully_shard"):
+        compile_step(nn.Linear(5, 5), square)
+    for loss_fn, error, match in (
+        (lambda m, x: m(x), ValueError, r"shape is \(3, 5\)"),
+        (lambda m, x: x.sum(), ValueError, "requires_grad is False"),
+        (lambda m, x: None, TypeError, "returned NoneType"),
+        (lambda m, x: m(x).sum() * m(x).sum().item(), RuntimeError, "depends on data"),
+        (lambda m, x: m(x[x > 0].view(-1, 1).expand(-1, 5)).sum(), RuntimeError, "depends on data"),
+        (lambda m, x: m(x).sum() if x.sum() > 0 else m(-x).sum(), RuntimeError, "depends on data"),
+        (lambda m, x: (m(x) * outside).sum(), RuntimeError, "pass it as an argument"),
+    ):
+        model = linear()
+        with pytest.raises(error, match=match):
+            compile_step(model, loss_fn, backend="aot_eager")(x)
+        square(model, x).backward()  # the model is as before
+        assert isinstance(model[0].weight, DTensor)
+    model = fully_shard(Replaces())
+    with pytest.raises(RuntimeError, match=r"mean of .*Replaces.*use copy_"):
+        compile_step(model, square, backend="aot_eager")(x)
+    assert torch.equal(model.mean, torch.zeros(5))
+    model = linear()
+    step = compile_step(model, square, backend="aot_eager")
+    model.set_requires_gradient_sync(False)
+    with pytest.raises(RuntimeError, match=r"gradient sync of unit .* is off"):
+        step(x)
+    square(model, x).backward()
+    model.set_requires_gradient_sync(True)
+    with pytest.raises(RuntimeError, match="run the last micro-batch eagerly"):
+        step(x)
+    square(model, x).backward()
+    step(x)
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
+    step.reset()
+    with pytest.raises(ValueError, match=r"hooks on the gradient of '0.weight'"):
+        step(x)
+
+
+@distributed(2)
+def test_settings_that_a_graph_does_not_have() -> None:
+    model = linear(offload_policy=CPUOffloadPolicy(pin_memory=False))
+    with pytest.raises(ValueError, match="which has an offload policy"):
+        compile_step(model, square, backend="aot_eager")(torch.randn(3, 5))
+
+
+@distributed(2)
+def test_inductor_over_gloo_is_refused() -> None:
+    with pytest.raises(ValueError, match="over gloo corrupts memory"):
+        compile_step(linear(), square)(torch.randn(3, 5))
+
+
+@pytest.mark.long
+@distributed(1)
+def test_inductor() -> None:
+    """On one rank, with nothing to communicate."""
+    models = twins(TRANSFORMER, torch.float32)
+    data = batches(TRANSFORMER, torch.float32)
+    train_both(models, TRANSFORMER.loss, data, backend="inductor", bitwise=False)
+
+
+@distributed(2)
+def test_a_factor_divides_gradients() -> None:
+    eager, graph = twins(MLP)
+    for model in (eager, graph):
+        model.set_gradient_divide_factor(4.0)
+    train_both((eager, graph), MLP.loss, batches(MLP))
