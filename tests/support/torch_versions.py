@@ -24,6 +24,7 @@ DEPEND_ON_TORCH_VERSION = {
     "core/test_finalization.py": "finalization of backward, whose API torch has since 2.15",
     "core/test_functional.py": "torch.func",
     "core/test_grad_dtype.py": "`grad_dtype`, which torch changed in 2.15",
+    "graph/test_compile_step.py": "make_fx, functional collectives and AOTAutograd",
     "core/test_hsdp.py": "DTensors on 2-D meshes",
     "core/test_interop.py": "what other code finds in torch's FSDPModule",
     "core/test_meshes.py": "DeviceMesh: slicing and flattening",
