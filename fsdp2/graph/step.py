@@ -87,7 +87,7 @@ class CompiledStep:
 
     @property
     def num_graphs(self) -> int:
-        """How many graphs there are: one for each set of shapes, dtypes and other arguments."""
+        """The number of graphs, one for each set of shapes, dtypes and other arguments."""
         return len(self._graphs)
 
     def reset(self) -> None:
