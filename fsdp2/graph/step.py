@@ -54,11 +54,12 @@ def compile_step(
         ValueError: if a unit has a setting that the graph does not have; see docs/graph.md.
 
     Example:
-        >>> def loss_fn(model, tokens, targets):
-        ...     return cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-        >>> step = compile_step(model, loss_fn)
-        >>> for tokens, targets in batches:
-        ...     loss = step(tokens, targets)
+        >>> def loss_fn(model, tokens):
+        ...     logits = model(tokens)[:, :-1]
+        ...     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        >>> step = compile_step(model, loss_fn, backend="aot_eager")
+        >>> for tokens in loader:
+        ...     loss = step(tokens)
         ...     optimizer.step()
         ...     optimizer.zero_grad()
 
