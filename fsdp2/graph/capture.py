@@ -20,9 +20,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from ..sharding.bucket import Bucket
 from .collectives import gather, reduce
-from .lending import StepTensors
+from .lending import StepBucket, StepTensors
 
 LABEL = "fsdp2"  # the key of a node's `Label` in its meta
 LossFunction = Callable[..., Any]
@@ -127,8 +126,8 @@ def _step(
     labels = _Labels()
     with torch.enable_grad():
         whole = []
-        for i, (_, _, bucket) in enumerate(tensors.buckets):
-            whole.append(_parameters(bucket, shards[i]))
+        for i, each in enumerate(tensors.buckets):
+            whole.append(_parameters(each, shards[i]))
             labels.put(Label("gather", i))
         for i, (own, _) in enumerate(tensors.plain):
             plain[i] = plain[i].detach().requires_grad_(own.requires_grad)
@@ -147,15 +146,15 @@ def _step(
     rest = iter(returned)
     leaves = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in results.leaves]
     reduced = []
-    for i, (unit, index, bucket) in enumerate(tensors.buckets):
+    for i, each in enumerate(tensors.buckets):
         found = [grad_of.get(id(tensor)) for tensor in whole[i]]
         present = [j for j, grad in enumerate(found) if grad is not None]
         if present:
             reduced.append((i, present))
-            pairs = zip(bucket.params, found, strict=True)
+            pairs = zip(each.bucket.params, found, strict=True)
             local = [None if grad is None else param.local_gradient(grad) for param, grad in pairs]
-            transports = unit.param_group.transports[index]
-            returned.append(reduce(bucket, local, transports, unit.config.divide_factor))
+            factor = each.unit.config.divide_factor
+            returned.append(reduce(each.bucket, local, each.transports, each.host, factor))
             labels.put(Label("reduce", i))
     trained = [i for i, param in enumerate(plain) if id(param) in grad_of]
     returned += [grad_of[id(plain[i])] for i in trained]
@@ -178,10 +177,10 @@ class _Labels:
         self._num_labelled = len(nodes)
 
 
-def _parameters(bucket: Bucket, shards: Tensor) -> list[Tensor]:
+def _parameters(of: StepBucket, shards: Tensor) -> list[Tensor]:
     """The parameters that compute, as leaves of autograd."""
-    found = []
-    for param, whole in zip(bucket.params, gather(bucket, shards), strict=True):
+    bucket, found = of.bucket, []
+    for param, whole in zip(bucket.params, gather(bucket, shards, of.host), strict=True):
         leaf = whole.detach()
         if param.tensor_parallel is not None:
             leaf = param.tensor_parallel.wrap(leaf)

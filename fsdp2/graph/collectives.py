@@ -2,7 +2,9 @@
 
 They read the flat sharded storage of a bucket and return one laid out alike, so that a step has one
 input and one output for each bucket, however many parameters there are. All operators are
-functional: a tracer sees one collective each way, and plain views and copies around it.
+functional: a tracer sees one collective each way, and plain views and copies around it. On devices
+these are torch's functional collectives, which its passes know; on the CPU they are the transports
+of eager steps (`host_collectives`).
 """
 
 from __future__ import annotations
@@ -22,17 +24,25 @@ from ..comm.transports import backend_name
 from ..sharding.bucket import Bucket
 from ..sharding.layout import Slot
 from ..sharding.process_groups import num_hosts
+from .host_collectives import ALL_REDUCE, GATHER, SCATTER, HostCollectives
 
 _OPERATIONS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "avg"}
 
 
-def gather(bucket: Bucket, shards: Tensor) -> list[Tensor]:
+def gather(bucket: Bucket, shards: Tensor, host: HostCollectives | None) -> list[Tensor]:
     """The whole parameters of ``bucket``, in the dtype of computation.
 
     Args:
         shards: shape (shard_numel,), laid out as ``bucket.shards``.
+        host: if the host orders collectives.
     """
     mesh, layout = bucket.mesh, bucket.layout
+    if host is not None and mesh.num_shards > 1:
+        flat = host.call(GATHER, [shards])
+        return [
+            flat[slot.full_offset : slot.full_offset + prod(slot.shape)].view(slot.shape)
+            for slot in layout.slots
+        ]
     flat = shards.to(bucket.gather_dtype)
     if mesh.shard_group is not None and mesh.num_shards > 1:
         name = mesh.shard_group.group_name
@@ -47,6 +57,7 @@ def reduce(
     bucket: Bucket,
     grads: Sequence[Tensor | None],
     transports: MeshTransports,
+    host: HostCollectives | None,
     divide_factor: float | None = None,
 ) -> Tensor:
     """This rank's rows of the mean of gradients over all ranks.
@@ -54,11 +65,27 @@ def reduce(
     Args:
         grads: of the whole parameters; None counts as zeros.
         transports: of the bucket, for their groups.
+        host: if the host orders collectives.
         divide_factor: divides the sum in the place of the number of ranks.
 
     Returns:
         Shape (shard_numel,), laid out as ``bucket.shards``, in the dtype of ``.grad``.
     """
+    scatters, replicates = transports.scatter is not None, transports.replicate is not None
+    if host is not None and (scatters or replicates):
+        means = host.call(SCATTER, grads) if scatters else _stage(bucket, grads).view(-1)
+        means = host.call(ALL_REDUCE, [means]) if replicates else means
+    else:
+        means = _reduce_on_device(bucket, grads, transports)
+    num_ranks = bucket.mesh.size
+    if divide_factor is not None and divide_factor != num_ranks:
+        means = means * (num_ranks / divide_factor)
+    return means.to(bucket.grad_dtype)
+
+
+def _reduce_on_device(
+    bucket: Bucket, grads: Sequence[Tensor | None], transports: MeshTransports
+) -> Tensor:
     operators, dtype = torch.ops._c10d_functional, bucket.reduce_dtype
     sums = _stage(bucket, grads)
     if transports.scatter is not None:
@@ -74,9 +101,7 @@ def reduce(
         terms = as_real(_divided(sums, mean.before).view(-1))
         made = operators.all_reduce(terms, _OPERATIONS[mean.operation], group.group_name)
         sums = _divided(_as_complex(operators.wait_tensor(made), dtype), mean.after)
-    if divide_factor is not None:
-        sums = _divided(sums, divide_factor / bucket.mesh.size)
-    return sums.view(-1).to(bucket.grad_dtype)
+    return sums.view(-1)
 
 
 def _as_sent(flat: Tensor) -> Tensor:

@@ -4,15 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from ..comm.mesh_transports import MeshTransports
+from ..comm.streams import device_module
 from ..runtime.hooks import hooks_of
 from ..runtime.unit import Unit
 from ..sharding.bucket import Bucket
+from .host_collectives import HostCollectives
 
 Places = list[tuple[nn.Module, dict[str, Any], str]]
+
+
+@dataclass(frozen=True)
+class StepBucket:
+    """A bucket in a step.
+
+    Attributes:
+        unit: that it belongs to.
+        transports: its own.
+        host: if the host orders its collectives.
+    """
+
+    unit: Unit
+    bucket: Bucket
+    transports: MeshTransports
+    host: HostCollectives | None
+
+    @classmethod
+    def all_of(cls, unit: Unit) -> list[StepBucket]:
+        found = []
+        for i, bucket in enumerate(unit.buckets):
+            transports = unit.param_group.transports[i]
+            by_host = device_module(bucket.device) is None
+            host = HostCollectives(unit, i) if by_host else None
+            found.append(cls(unit, bucket, transports, host))
+        return found
 
 
 class StepTensors:
@@ -20,16 +50,14 @@ class StepTensors:
 
     Attributes:
         units: of the tree.
-        buckets: each with its unit and its index there.
+        buckets: of all units.
         plain: trained or frozen parameters that no unit manages, with their places.
         buffers: the same of buffers.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
         self.units = units
-        self.buckets: list[tuple[Unit, int, Bucket]] = [
-            (unit, i, bucket) for unit in units for i, bucket in enumerate(unit.buckets)
-        ]
+        self.buckets = [each for unit in units for each in StepBucket.all_of(unit)]
         managed = {id(p.sharded) for unit in units for p in unit.params}
         self.plain: list[tuple[Tensor, Places]] = []
         self.buffers: list[tuple[Tensor, Places]] = []
@@ -46,7 +74,7 @@ class StepTensors:
     def inputs(self) -> list[Tensor]:
         """What a step reads apart from its arguments."""
         others = [tensor for tensor, _ in (*self.plain, *self.buffers)]
-        return [bucket.shards for _, _, bucket in self.buckets] + others
+        return [each.bucket.shards for each in self.buckets] + others
 
     def are_current(self) -> bool:
         """Whether the modules still hold them."""
@@ -69,8 +97,8 @@ class StepTensors:
             RuntimeError: at the end, if a buffer was replaced.
         """
         rows: list[tuple[nn.Module, dict[str, Any], str, Tensor]] = []
-        for (_, _, bucket), tensors in zip(self.buckets, whole, strict=True):
-            for param, tensor in zip(bucket.params, tensors, strict=True):
+        for each, tensors in zip(self.buckets, whole, strict=True):
+            for param, tensor in zip(each.bucket.params, tensors, strict=True):
                 rows += [(m, m._parameters, name, tensor) for m, name in param.owners]
         for kind, given in ((self.plain, plain), (self.buffers, buffers)):
             for (_, places), tensor in zip(kind, given, strict=True):

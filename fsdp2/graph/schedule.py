@@ -21,6 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from .capture import LABEL
 
 _aten = torch.ops.aten
+_WAITS = (torch.ops._c10d_functional.wait_tensor.default, torch.ops.fsdp2_graph.wait.default)
 # What backward may compute again from a gathered parameter, since it costs nothing, or as little as
 # a cast: saved from forward it would keep the parameter's memory.
 _CHEAP = frozenset(
@@ -189,7 +190,7 @@ def _segments(nodes: Sequence[Node]) -> list[list[Node]]:
     """``nodes``, cut before each that waits."""
     found: list[list[Node]] = [[]]
     for node in nodes:
-        if node.target is torch.ops._c10d_functional.wait_tensor.default:
+        if node.target in _WAITS:
             found.append([])
         found[-1].append(node)
     return found

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dynamo import lookup_backend
+from torch.fx import Graph
 from torch.utils._pytree import tree_flatten
 
 from ..api.module import FSDPModule
-from ..comm.transports import backend_name
 from ..dtensor.from_local import local_of
 from ..runtime.building import build_runtime
 from ..runtime.runtime import Runtime, runtime_of
@@ -20,6 +20,7 @@ from ..runtime.unit import Unit, unit_of
 from ..sharding.bucket import Bucket
 from ..sharding.param import shard_of
 from .capture import Arguments, LossFunction, Outputs, capture
+from .host_collectives import abandon
 from .lending import StepTensors
 from .schedule import schedule
 
@@ -41,8 +42,7 @@ def compile_step(
             for each set of shapes: what it reads of Python objects is a constant afterwards, and
             what it does to them happens while it is traced.
         backend: compiles the graph; a name or a function as of `torch.compile`. "inductor" makes
-            kernels, and is refused over gloo; "aot_eager" runs the operators that eager runs, for
-            the same bits.
+            kernels; "aot_eager" runs the operators that eager runs, for the same bits.
 
     Returns:
         The step. Called with the arguments of ``loss_fn`` after the model, it runs forward and
@@ -108,7 +108,11 @@ class CompiledStep:
         outputs, run = self._graphs[key]
         num_results = len(outputs.results.tensors)
         with torch.no_grad():
-            made = list(run(*self._tensors.inputs(), *arguments.tensors))
+            try:
+                made = list(run(*self._tensors.inputs(), *arguments.tensors))
+            except BaseException:
+                abandon()
+                raise
             results, grads = made[:num_results], made[num_results:]
             del made
             self._add_to_gradients(outputs, grads)
@@ -128,8 +132,6 @@ class CompiledStep:
         if state != self._state or not self._tensors.are_current():
             for unit in runtime.units:
                 _check(unit)
-                if self._backend_name == "inductor":
-                    _check_inductor(unit)
             self._state, self._tensors = state, StepTensors(self._model, runtime.units)
             self._modules = list(self._model.modules())
             self._graphs.clear()
@@ -144,11 +146,13 @@ class CompiledStep:
     def _compile(self, arguments: Arguments) -> tuple[Outputs, Callable[..., Any]]:
         tensors = self._tensors
         module, outputs = capture(self._model, self._loss_fn, tensors, arguments)
+        if self._backend_name == "inductor" and unit_of(self._model).device.type == "cpu":
+            _check_inductor(module.graph)
         numbers = {unit: i for i, unit in enumerate(tensors.units)}
         freed = {
-            i: numbers[unit]
-            for i, (unit, _, bucket) in enumerate(tensors.buckets)
-            if unit.reshard_after_forward is not False and bucket.mesh.num_shards > 1
+            i: numbers[each.unit]
+            for i, each in enumerate(tensors.buckets)
+            if each.unit.reshard_after_forward is not False and each.bucket.mesh.num_shards > 1
         }
         schedule(module, freed)
         inputs = [tensor.detach() for tensor in (*tensors.inputs(), *arguments.tensors)]
@@ -159,7 +163,7 @@ class CompiledStep:
         tensors = self._tensors
         for k, (i, present) in enumerate(outputs.reduced):
             sums, grads[k] = grads[k], None  # its memory goes as soon as it is added
-            _add(tensors.buckets[i][2], present, sums)
+            _add(tensors.buckets[i].bucket, present, sums)
         for i, grad in zip(outputs.plain, grads[len(outputs.reduced) :], strict=True):
             param = tensors.plain[i][0]
             param.grad = grad.clone() if param.grad is None else param.grad.add_(grad)
@@ -223,19 +227,17 @@ def _check(unit: Unit) -> None:
         )
 
 
-def _check_inductor(unit: Unit) -> None:
+def _check_inductor(graph: Graph) -> None:
     """
     Raises:
-        ValueError: if the unit communicates over gloo.
+        ValueError: if a step on the CPU has functional collectives, as tensor parallelism has.
     """
-    for transports in unit.param_group.transports:
-        for transport in (transports.scatter, transports.replicate):
-            if transport is not None and backend_name(transport.group, unit.device) == "gloo":
-                raise ValueError(
-                    "compile_step(backend='inductor') over gloo corrupts memory with torch 2.15, "
-                    'for a reason that is not known (docs/graph.md, "Backends"): pass '
-                    "backend='aot_eager' to train on the CPU"
-                )
+    if any(getattr(node.target, "namespace", "") == "_c10d_functional" for node in graph.nodes):
+        raise ValueError(
+            "compile_step(backend='inductor') corrupts memory with torch 2.15 where a step on the "
+            "CPU has functional collectives, as this one has for tensor parallelism "
+            "(docs/graph.md): pass backend='aot_eager'"
+        )
 
 
 def _kind(leaf: Any) -> Any:

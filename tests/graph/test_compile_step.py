@@ -1,11 +1,17 @@
-"""A compiled step has the losses, gradients and buffers of eager: bitwise with ``aot_eager`` where
-two ranks add, else to rounding."""
+"""A compiled step has the losses, gradients and buffers of eager, bitwise with ``aot_eager``.
+
+Ranks of these tests communicate as eager steps on the CPU do. What a graph has on devices, torch's
+functional collectives, runs here over gloo, which adds in another order where more than two ranks
+add.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 import llama
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
-from fsdp2.graph import compile_step
+from fsdp2.graph import compile_step, lending
+from fsdp2.graph.host_collectives import GATHER, SCATTER
 from harness import cached_mesh, distributed, ours_only
 from models import BY_NAME, MLP, RECURRENT, TRANSFORMER, Case
 from reference import shard_case
@@ -63,11 +70,9 @@ def train_both(
     steps: int = 3,
     accumulate: int = 1,
     backend: Any = "aot_eager",
-    bitwise: bool | None = None,
+    bitwise: bool = True,
 ) -> Any:
     """Trains one model eagerly and the other by a compiled step, and compares after each."""
-    if bitwise is None:
-        bitwise = dist.get_world_size() <= 2
     eager, graph = models
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models]
     step = compile_step(graph, loss_of, backend=backend)
@@ -97,8 +102,28 @@ def test_models(name: str) -> None:
     """Uneven dims, tied, frozen, nested, reused and unused parameters, and running statistics."""
     case = BY_NAME[name]
     # Eager reduces a unit that runs many times after each of its backwards.
-    bitwise = False if case is RECURRENT else None
+    bitwise = case is not RECURRENT
     train_both(twins(case), case.loss, batches(case), accumulate=2, steps=2, bitwise=bitwise)
+
+
+def as_on_a_device() -> Any:
+    """Context in which graphs are captured with functional collectives."""
+    return mock.patch.object(lending, "device_module", return_value=torch.cuda)
+
+
+@pytest.mark.parametrize("name", ["cnn", "lora", "mlp", "transformer"])
+@distributed(2, long=(3,))
+def test_functional_collectives(name: str) -> None:
+    case, bitwise = BY_NAME[name], dist.get_world_size() == 2
+    with as_on_a_device():
+        train_both(twins(case), case.loss, batches(case), accumulate=2, steps=2, bitwise=bitwise)
+
+
+@distributed(4)
+def test_functional_collectives_of_replicas() -> None:
+    mesh = cached_mesh(2, 2, names=("replicate", "shard"))
+    with as_on_a_device():
+        train_both(twins(TRANSFORMER, mesh=mesh), TRANSFORMER.loss, batches(TRANSFORMER))
 
 
 POLICIES = {
@@ -121,8 +146,9 @@ def test_parameters_that_stay_gathered(name: str) -> None:
     train_both(twins(case, reshard_after_forward=False), case.loss, batches(case))
 
 
+@pytest.mark.parametrize("functional", [False, True])
 @distributed(2, 3)
-def test_shards_of_other_dims() -> None:
+def test_shards_of_other_dims(functional: bool) -> None:
     """Even and uneven ones, and parameters that every rank holds whole."""
 
     class Scaled(nn.Module):
@@ -137,12 +163,10 @@ def test_shards_of_other_dims() -> None:
 
     case = Case("scaled", lambda: nn.Sequential(Scaled()), lambda m: list(m.children()), MLP.batch)
     models = twins(case, shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 else None)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    train_both(
-        models,
-        lambda model, x: model(x),
-        lambda _: (torch.randn(3, 5, generator=generator, dtype=torch.float64),),
-    )
+    batch_of = random_batches(3, 5)
+    bitwise = not functional or dist.get_world_size() == 2
+    with as_on_a_device() if functional else nullcontext():
+        train_both(models, lambda model, x: model(x), batch_of, bitwise=bitwise)
 
 
 class Recurrences(nn.Module):
@@ -184,6 +208,7 @@ def test_tensor_parallel(recompute: bool) -> None:
         (models[0], models[1]),
         llama.loss_of,
         lambda step: (llama.token_batch(step, mesh["dp"].get_local_rank(), llama.ODD),),
+        bitwise=False,  # tensor-parallel partial sums of gradients are added at other moments
     )
 
 
@@ -354,38 +379,45 @@ def targets_of(model: Any, case: Case) -> list[tuple[Any, str]]:
     return [(node, str(node.target)) for node in graphs[0].graph.nodes]
 
 
+START, WAIT = "fsdp2_graph.start.default", "fsdp2_graph.wait.default"
+
+
+@pytest.mark.parametrize("functional", [False, True])
 @pytest.mark.parametrize("reshard", [True, False])
 @distributed(2)
-def test_collectives(reshard: bool) -> None:
+def test_collectives(reshard: bool, functional: bool) -> None:
     """One gather of each unit in forward; one in backward of those that are freed, but for the last
     one, with which backward begins; and one reduction."""
     model = twins(TRANSFORMER, reshard_after_forward=reshard)[0]
     num = len(TRANSFORMER.units(model)) + 1
-    found = [name for _, name in targets_of(model, TRANSFORMER) if "_c10d_functional" in name]
-    assert sum("reduce_scatter" in name for name in found) == num
-    assert sum("all_gather" in name for name in found) == num + (num - 1 if reshard else 0)
-    assert sum("wait_tensor" in name for name in found) == len(found) // 2
+    with as_on_a_device() if functional else nullcontext():
+        found = targets_of(model, TRANSFORMER)
+    names = [node.args[1] if name == START else name for node, name in found]
+    gathers, reductions = (
+        sum(use in name for name in names)
+        for use in (("all_gather", "reduce_scatter") if functional else (GATHER, SCATTER))
+    )
+    assert reductions == num
+    assert gathers == num + (num - 1 if reshard else 0)
+    waits = sum("wait_tensor" in name or name == WAIT for name in names)
+    assert waits == gathers + reductions
 
 
 @distributed(2)
 def test_the_order_of_communication() -> None:
     """A gather is in flight while the unit ahead of it computes, and no more than one is."""
     model = twins(TRANSFORMER)[0]
-    gathers = reductions = most_gathers = most_reductions = 0
-    started: dict[Any, str] = {}
+    in_flight: list[Any] = []
+    most = {GATHER: 0, SCATTER: 0}
     for node, name in targets_of(model, TRANSFORMER):
-        if "all_gather" in name:
-            started[node], gathers = "gather", gathers + 1
-        elif "reduce_scatter" in name:
-            started[node], reductions = "reduce", reductions + 1
-        elif "wait_tensor" in name:
-            kind = started.pop(node.args[0])
-            gathers -= kind == "gather"
-            reductions -= kind == "reduce"
-        most_gathers = max(most_gathers, gathers)
-        most_reductions = max(most_reductions, reductions)
-    assert not started
-    assert (most_gathers, most_reductions) == (2, 1)
+        if name == START:
+            in_flight.append(node)
+            use = node.args[1]
+            most[use] = max(most[use], sum(other.args[1] == use for other in in_flight))
+        elif name == WAIT:
+            in_flight.remove(node.args[0])
+    assert not in_flight
+    assert most == {GATHER: 2, SCATTER: 1}
 
 
 # ------------------------------------------------------------------------------------ mistakes
@@ -456,15 +488,15 @@ def test_settings_that_a_graph_does_not_have() -> None:
 
 
 @distributed(2)
-def test_inductor_over_gloo_is_refused() -> None:
-    with pytest.raises(ValueError, match="over gloo corrupts memory"):
-        compile_step(linear(), square)(torch.randn(3, 5))
+def test_inductor_with_functional_collectives_over_gloo_is_refused() -> None:
+    step = compile_step(linear(), square)
+    with as_on_a_device(), pytest.raises(ValueError, match="corrupts memory with torch"):
+        step(torch.randn(3, 5))
 
 
 @pytest.mark.long
-@distributed(1)
+@distributed(2)
 def test_inductor() -> None:
-    """On one rank, with nothing to communicate."""
     models = twins(TRANSFORMER, torch.float32)
     data = batches(TRANSFORMER, torch.float32)
     train_both(models, TRANSFORMER.loss, data, backend="inductor", bitwise=False)
