@@ -3,7 +3,8 @@
 There are two operators. ``start`` begins a collective by the transport of a bucket and returns a
 ticket. ``wait`` finishes it and returns its result. To a compiler both are functions of tensors.
 ``wait`` gets the tensors that were sent as well, so that nobody reuses their memory while other
-ranks read it.
+ranks read it. And both may get a tensor that they come after: compilers move nodes that nothing
+holds back.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ..runtime.unit import Unit
 from ..sharding.gathered import GatherPlan, Segments
 
 GATHER, SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
+Tensors = Sequence[Tensor | None]
 
 
 class HostCollectives:
@@ -44,7 +46,7 @@ class HostCollectives:
         self._number = next(_numbers)
         _by_number[self._number] = self
 
-    def call(self, use: str, tensors: Sequence[Tensor | None]) -> Tensor:
+    def call(self, use: str, tensors: Tensors) -> Tensor:
         """A whole collective.
 
         Args:
@@ -67,7 +69,7 @@ class HostCollectives:
         assert transport is not None
         return layout.shard_numel, transport.out_dtype(self.bucket)
 
-    def begin(self, use: str, tensors: Sequence[Tensor | None]) -> tuple[Finish, Tensor]:
+    def begin(self, use: str, tensors: Tensors) -> tuple[Finish, Tensor]:
         """Start a collective.
 
         Returns:
@@ -121,7 +123,7 @@ def abandon() -> None:
             finish()
 
 
-def _start(tensors: Sequence[Tensor | None], use: str, number: int) -> Tensor:
+def _start(tensors: Tensors, use: str, number: int, after: Tensor | None = None) -> Tensor:
     collectives = _by_number[number]
     ticket = next(_numbers)
     try:
@@ -131,7 +133,9 @@ def _start(tensors: Sequence[Tensor | None], use: str, number: int) -> Tensor:
     return torch.tensor(ticket)
 
 
-def _wait(ticket: Tensor, tensors: Sequence[Tensor | None], use: str, number: int) -> Tensor:
+def _wait(
+    ticket: Tensor, tensors: Tensors, use: str, number: int, after: Tensor | None = None
+) -> Tensor:
     finish, out = _in_flight.pop(int(ticket))
     try:
         finish()
@@ -140,11 +144,13 @@ def _wait(ticket: Tensor, tensors: Sequence[Tensor | None], use: str, number: in
     return out
 
 
-def _start_meta(tensors: Sequence[Tensor | None], use: str, number: int) -> Tensor:
+def _start_meta(tensors: Tensors, use: str, number: int, after: Tensor | None = None) -> Tensor:
     return torch.empty((), dtype=torch.int64, device="meta")
 
 
-def _wait_meta(ticket: Tensor, tensors: Sequence[Tensor | None], use: str, number: int) -> Tensor:
+def _wait_meta(
+    ticket: Tensor, tensors: Tensors, use: str, number: int, after: Tensor | None = None
+) -> Tensor:
     numel, dtype = _by_number[number].result_of(use)
     return torch.empty(numel, dtype=dtype, device="meta")
 
@@ -153,8 +159,9 @@ _numbers = itertools.count()
 _by_number: WeakValueDictionary[int, HostCollectives] = WeakValueDictionary()
 _in_flight: dict[int, tuple[Finish, Tensor]] = {}
 _library = torch.library.Library("fsdp2_graph", "DEF")
-_library.define("start(Tensor?[] tensors, str use, int bucket) -> Tensor")
-_library.define("wait(Tensor ticket, Tensor?[] tensors, str use, int bucket) -> Tensor")
+_arguments = "Tensor?[] tensors, str use, int bucket, Tensor? after=None"
+_library.define(f"start({_arguments}) -> Tensor")
+_library.define(f"wait(Tensor ticket, {_arguments}) -> Tensor")
 for _name, _host, _meta in (("start", _start, _start_meta), ("wait", _wait, _wait_meta)):
     _library.impl(_name, _host, "CPU")
     _library.impl(_name, _meta, "Meta")

@@ -3,10 +3,12 @@
 As traced, all gathers come first and all reductions last. Here
 
 1. buckets of units that are freed after forward are gathered again for backward;
-2. each gather is started before the one ahead of it is used, and waited for at its own first use;
+2. each gather is started before the one ahead of it is used, those for backward not before backward
+   begins, and waited for at its own first use;
 3. each reduction is started when its gradients are there, and waited for when the next one starts.
 
-The graph's own code runs nodes in their order, and other backends start from it.
+The graph's own code runs nodes in their order, and other backends start from it. Inductor orders
+anew, by what nodes need: so on the CPU communication needs the product that comes before it here.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from torch.fx import Graph, GraphModule, Node
 from .capture import LABEL
 
 _aten = torch.ops.aten
-_WAITS = (torch.ops._c10d_functional.wait_tensor.default, torch.ops.fsdp2_graph.wait.default)
+_HOST = torch.ops.fsdp2_graph
+_WAITS = (torch.ops._c10d_functional.wait_tensor.default, _HOST.wait.default)
+_PRODUCTS = frozenset(
+    (
+        _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default,
+        _aten.convolution.default,
+    )
+)  # fmt: skip
 # What backward may compute again from a gathered parameter, since it costs nothing, or as little as
 # a cast: saved from forward it would keep the parameter's memory.
 _CHEAP = frozenset(
@@ -49,8 +58,10 @@ def schedule(module: GraphModule, freed: Mapping[int, int]) -> None:
         freed: buckets that are freed after forward, each with the number of its unit.
     """
     graph = module.graph
-    _sink(_find_gathers(graph, freed))
+    gathers = _find_gathers(graph, freed)
+    _sink(gathers, next(filter(_is_late, graph.nodes)))
     _hoist(graph)
+    _hold_back(graph)
     graph.lint()
     module.recompile()
 
@@ -143,10 +154,19 @@ def _copy(graph: Graph, derived: Sequence[Node], users: Iterable[Node], before: 
     return list(copies.values())
 
 
-def _sink(gathers: Sequence[_Gather]) -> None:
-    """Move each gather to its first use, and its start before the use of the one ahead of it."""
+def _sink(gathers: Sequence[_Gather], backward: Node) -> None:
+    """Move each gather to its first use, and its start before the use of the one ahead of it.
+
+    Args:
+        backward: its first node.
+    """
     ahead: Node | None = None
+    was_late = False
     for gather in gathers:
+        is_late = _is_late(gather.first_use)
+        if ahead is not None and is_late and not was_late:
+            ahead = backward
+        was_late = is_late
         started, *rest = _segments(gather.nodes)
         for node in (node for segment in rest for node in segment):
             gather.first_use.prepend(node)
@@ -184,6 +204,20 @@ def _hoist(graph: Graph) -> None:
     output = next(iter(reversed(graph.nodes)))
     for node in (node for segments in waiting for segment in segments for node in segment):
         output.prepend(node)
+
+
+# ------------------------------------------------------------------------------------ both kinds
+
+
+def _hold_back(graph: Graph) -> None:
+    """Make collectives of the host depend on the product that was computed last before them."""
+    # Products are in memory whatever a compiler fuses.
+    product = None
+    for node in graph.nodes:
+        if node.target in _PRODUCTS:
+            product = node
+        elif product is not None and node.target in (_HOST.start.default, _HOST.wait.default):
+            node.kwargs = {**node.kwargs, "after": product}
 
 
 def _segments(nodes: Sequence[Node]) -> list[list[Node]]:

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import llama
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
 from fsdp2.graph import compile_step, lending
+from fsdp2.graph.capture import LABEL
 from fsdp2.graph.host_collectives import GATHER, SCATTER
 from harness import cached_mesh, distributed, ours_only
 from models import BY_NAME, MLP, RECURRENT, TRANSFORMER, Case
@@ -405,18 +406,28 @@ def test_collectives(reshard: bool, functional: bool) -> None:
 
 @distributed(2)
 def test_the_order_of_communication() -> None:
-    """A gather is in flight while the unit ahead of it computes, and no more than one is."""
+    """A gather is in flight while the unit ahead of it computes, and no more than one is. Those for
+    backward begin with it. Compilers keep that order: nodes need what comes before them."""
     model = twins(TRANSFORMER)[0]
+    num_units = len(TRANSFORMER.units(model)) + 1
     in_flight: list[Any] = []
     most = {GATHER: 0, SCATTER: 0}
+    num_gathers, has_products = 0, False
     for node, name in targets_of(model, TRANSFORMER):
+        if name in (START, WAIT):
+            assert ("after" in node.kwargs) == has_products
+        if "mm.default" in name:
+            has_products = True
+            assert num_gathers <= num_units or node.meta[LABEL].part == "backward"
         if name == START:
             in_flight.append(node)
             use = node.args[1]
+            num_gathers += use == GATHER
             most[use] = max(most[use], sum(other.args[1] == use for other in in_flight))
         elif name == WAIT:
             in_flight.remove(node.args[0])
     assert not in_flight
+    assert num_gathers > num_units
     assert most == {GATHER: 2, SCATTER: 1}
 
 

@@ -1,0 +1,304 @@
+"""A step as one graph beside eager steps, compiled blocks, and SimpleFSDP.
+
+    python -m benchmarks.graph [--quick] [--write-docs]
+
+Three measures, with variants that take turns in every round; ratios are taken within rounds.
+
+- *host*: 16 blocks of 16 x 16 over a `fake` group of two in one process: what the host takes.
+- *train*: forward and backward of a small language model on two ranks over gloo.
+- *alone*: the same model, each variant in processes of its own: the highest resident memory during
+  steps above that between them, collectives of one step, and seconds of the first call, with no
+  cache of compiled code.
+
+SimpleFSDP compiled by inductor ends with corrupted memory over gloo (docs/graph.md), so on two
+ranks its backend is "aot_eager".
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fsdp2
+from fsdp2.graph import compile_step
+from fsdp2.transports.host.exchange import Exchange
+
+from . import machine, models
+from .models import LMConfig, StackConfig, lm_loss
+from .ranks import progress, run_ranks
+from .report import row, write_record, write_readme
+from .simple_fsdp import compiled, simple_fsdp
+
+EAGER, BLOCKS, GRAPH = "eager", "compiled blocks", "compile_step"
+EAGER_GRAPH = "compile_step, aot_eager"
+SIMPLE, EAGER_SIMPLE = "SimpleFSDP", "SimpleFSDP, aot_eager"
+TORCH, TORCH_BLOCKS = "torch FSDP2", "torch FSDP2, compiled blocks"
+HOST = (EAGER, BLOCKS, GRAPH, EAGER_GRAPH, SIMPLE, TORCH, TORCH_BLOCKS)
+RANKS = (EAGER, BLOCKS, GRAPH, EAGER_GRAPH, EAGER_SIMPLE, TORCH, TORCH_BLOCKS)
+WARM_UP_STEPS = 3
+NUM_RANKS = 2
+STACK = StackConfig(width=16, hidden=32, num_blocks=16, num_heads=2)
+LM = LMConfig(vocab=2048, width=256, hidden=704, num_blocks=6, num_heads=4)
+TOKENS = 256
+BEGIN, END = "<!-- graph:begin -->", "<!-- graph:end -->"
+
+Step = Callable[[], Tensor]
+
+
+def make_step(name: str, model: nn.Module, loss_of: Callable[..., Tensor], *batch: Tensor) -> Step:
+    """Forward and backward of ``model`` as the variant ``name`` has it; returns the loss."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if name in (SIMPLE, EAGER_SIMPLE):
+        simple_fsdp(model, mesh)
+        call = compiled(model, "inductor" if name == SIMPLE else "aot_eager")
+    else:
+        shard = torch_fully_shard if name in (TORCH, TORCH_BLOCKS) else fsdp2.fully_shard
+        for block in model.blocks:
+            shard(block, mesh=mesh)
+        call = shard(model, mesh=mesh)
+        if name in (BLOCKS, TORCH_BLOCKS):
+            for block in model.blocks:
+                block.compile()
+        if name in (GRAPH, EAGER_GRAPH):
+            backend = "inductor" if name == GRAPH else "aot_eager"
+            return partial(compile_step(model, loss_of, backend=backend), *batch)
+
+    def step() -> Tensor:
+        loss = loss_of(call, *batch)
+        loss.backward()
+        return loss
+
+    return step
+
+
+def without_cached_angles() -> None:
+    """Let each model compute the rotary angles: a cache would keep tensors of a trace."""
+    models.rotation = models.rotation.__wrapped__
+
+
+def make_stack() -> tuple[nn.Module, Callable[..., Tensor], Tensor]:
+    """The model of *host*, its loss function, and its batch."""
+    torch.manual_seed(0)
+    return models.Stack(STACK), lambda model, x: model(x).sum(), torch.randn(1, 4, STACK.width)
+
+
+def make_lm() -> tuple[nn.Module, Callable[..., Tensor], Tensor]:
+    """The model of *train* and *alone*, its loss function, and its batch."""
+    torch.manual_seed(0)
+    model = models.LM(LM)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    tokens = torch.randint(LM.vocab, (1, TOKENS + 1), generator=generator)
+    return model, lambda model, x: lm_loss(model(x[:, :-1]), x[:, 1:]), tokens
+
+
+def measure(stack: bool, names: list[str], rounds: int, iters: int) -> dict[str, Any]:
+    """Seconds of steps of the variants, which take turns.
+
+    Returns:
+        For each variant ``losses`` of the first steps and ``rounds_s``, a median for each round.
+    """
+    without_cached_angles()
+    torch.set_flush_denormal(True)  # what a fake reduce-scatter leaves behind may be denormal
+    runs: dict[str, tuple[nn.Module, Step]] = {}
+    found: dict[str, dict[str, list[float]]] = {}
+    for name in names:
+        progress(f"graph: {name}")
+        model, loss_of, batch = make_stack() if stack else make_lm()
+        step = make_step(name, model, loss_of, batch)
+        runs[name] = model, step
+        losses = []
+        for _ in range(WARM_UP_STEPS):
+            losses.append(step().item())
+            model.zero_grad()
+        found[name] = {"losses": losses, "rounds_s": []}
+    for i in range(rounds):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            model, step = runs[name]
+            seconds = []
+            for _ in range(iters):
+                dist.barrier()
+                start = time.perf_counter()
+                step()
+                seconds.append(time.perf_counter() - start)
+                model.zero_grad()
+            found[name]["rounds_s"].append(statistics.median(seconds))
+        progress(f"graph: round {i + 1} of {rounds}")
+    return found
+
+
+def measure_alone(name: str) -> dict[str, Any]:
+    """Peak memory, collectives of a step and the time of the first call, in this process."""
+    torch._inductor.config.force_disable_caches = True
+    # Blocks of 64 KiB and more go back to the system when they are freed.
+    ctypes.CDLL(None).mallopt(-3, 64 * 1024)  # M_MMAP_THRESHOLD
+    without_cached_angles()
+    progress(f"graph, alone: {name}")
+    model, loss_of, batch = make_lm()
+    step = make_step(name, model, loss_of, batch)
+    start = time.perf_counter()
+    step()
+    first_s = time.perf_counter() - start
+    for _ in range(WARM_UP_STEPS):
+        model.zero_grad()
+        step()
+    model.zero_grad()
+    peaks = []
+    for _ in range(5):
+        before = reset_peak()
+        step()
+        peaks.append(status_bytes("VmHWM") - before)
+        model.zero_grad()
+    with Collectives() as collectives:
+        step()
+    return {"first_s": first_s, "peak_bytes": min(peaks), "collectives": collectives.number}
+
+
+def reset_peak() -> int:
+    """Let the kernel measure the peak anew; returns the resident bytes of now (proc(5))."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return status_bytes("VmRSS")
+
+
+def status_bytes(key: str) -> int:
+    """A number of /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+class Collectives(TorchDispatchMode):
+    """Counts gathers and reductions of tensors: torch's operators, and exchanges of fsdp2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+        self._patches = [
+            mock.patch.object(Exchange, name, self._counting(getattr(Exchange, name)))
+            for name in ("all_gather", "reduce_scatter")
+        ]
+
+    def _counting(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            self.number += 1
+            return method(*args)
+
+        return call
+
+    def __enter__(self) -> Collectives:
+        for patch in self._patches:
+            patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for patch in self._patches:
+            patch.stop()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = func._schema.name
+        if "c10d" in name:
+            self.number += any(use in name for use in ("gather", "reduce_scatter"))
+        return func(*args, **(kwargs or {}))
+
+
+def check(results: dict[str, dict[str, Any]]) -> None:
+    """
+    Raises:
+        RuntimeError: If losses of two variants differ.
+    """
+    expected = results[EAGER]["losses"]
+    for name, result in results.items():
+        if not torch.allclose(torch.tensor(result["losses"]), torch.tensor(expected), rtol=1e-4):
+            raise RuntimeError(f"{name} has losses {result['losses']}, {EAGER} has {expected}")
+
+
+def table(record: dict[str, Any]) -> str:
+    """Markdown: a row for each variant."""
+    lines = [
+        row(["variant", "host", "step", "peak memory", "collectives", "first call, s"]),
+        row(["---", *["---:"] * 5]),
+    ]
+    alone = record["alone"]
+    for name in dict.fromkeys((*HOST, *RANKS)):
+        cells = [ratio_cell(record[measured], name) for measured in ("host", "train")]
+        if name in alone:
+            peak = alone[name]["peak_bytes"] / alone[EAGER]["peak_bytes"]
+            cells += [f"{peak:.2f}", str(alone[name]["collectives"]), f"{alone[name]['first_s']:.0f}"]
+        lines.append(row([name, *cells, *["-"] * (5 - len(cells))]))
+    return "\n".join(lines)
+
+
+def ratio_cell(results: dict[str, dict[str, Any]], name: str) -> str:
+    """The time of a variant in units of eager's, taken within rounds, with its range."""
+    if name not in results:
+        return "-"
+    pairs = zip(results[name]["rounds_s"], results[EAGER]["rounds_s"], strict=True)
+    ratios = sorted(own / eager for own, eager in pairs)
+    return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+
+
+def describe(record: dict[str, Any]) -> str:
+    """A sentence on what was measured."""
+    about = record["machine"]
+    return (
+        f"{about['cpu']}, {about['cores']} cores; torch {record['versions']['torch']}; "
+        f"{record['date'][:10]}, commit {(record['commit'] or 'none')[:12]}. Times and memory are "
+        f"ratios to fsdp2's eager steps; {LM.num_blocks} blocks of width {LM.width}, {TOKENS} tokens."
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs what the command line says; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.graph", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9, help="rounds (default 9)")
+    parser.add_argument("--iters", type=int, default=8, help="steps a round (default 8)")
+    parser.add_argument("--quick", action="store_true", help="three variants, few rounds")
+    parser.add_argument("--only-table", action="store_true", help="print what was measured before")
+    parser.add_argument(
+        "--write-docs", action="store_true", help="put the table in docs/performance.md"
+    )
+    options = parser.parse_args(arguments)
+    results = machine.REPOSITORY / "benchmarks" / "results"
+    if not options.only_table:
+        rounds, iters = (3, 4) if options.quick else (options.rounds, options.iters)
+        host, ranks = ([EAGER, BLOCKS, GRAPH],) * 2 if options.quick else (list(HOST), list(RANKS))
+        given = {"rounds": rounds, "iters": iters}
+        record = {
+            "name": "graph",
+            **machine.describe(),
+            "host": run_ranks(measure, NUM_RANKS, {"stack": True, "names": host, **given}, True),
+            "train": run_ranks(measure, NUM_RANKS, {"stack": False, "names": ranks, **given}),
+            "alone": {name: run_ranks(measure_alone, NUM_RANKS, {"name": name}) for name in ranks},
+        }
+        check(record["train"])
+        if options.quick:
+            print(table(record))
+            return 0
+        write_record(record, results)
+    record = json.loads((results / "graph.json").read_text())
+    text = f"{describe(record)}\n\n{table(record)}"
+    print(text)
+    if options.write_docs:
+        write_readme(machine.REPOSITORY / "docs" / "performance.md", text, BEGIN, END)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
