@@ -1,17 +1,19 @@
 """Collectives that the host orders, as operators of a graph: those of eager steps on the CPU.
 
-There are two operators. ``start`` begins a collective by the transport of a bucket and returns a
-ticket. ``wait`` finishes it and returns its result. To a compiler both are functions of tensors.
-``wait`` gets the tensors that were sent as well, so that nobody reuses their memory while other
-ranks read it. And both may get a tensor that they come after: compilers move nodes that nothing
-holds back.
+There are two operators, functions of tensors to a compiler. ``start`` begins a collective by the
+transport of a bucket, and returns an empty ticket. ``wait`` needs the ticket; it finishes the
+collective and returns its result. It gets the tensors that were sent as well, so that nobody reuses
+their memory while other ranks read it. And both may get a tensor that they come after: compilers
+move nodes that nothing holds back.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from weakref import WeakValueDictionary
 
 import torch
@@ -21,6 +23,7 @@ from ..comm.streams import Finish
 from ..comm.transports import Transport
 from ..common.failures import reraise
 from ..runtime.unit import Unit
+from ..sharding.bucket import Bucket
 from ..sharding.gathered import GatherPlan, Segments
 
 GATHER, SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
@@ -43,6 +46,11 @@ class HostCollectives:
             SCATTER: transports.scatter,
             ALL_REDUCE: transports.replicate,
         }
+        # Begun and not finished, in order: a graph finishes those of one use in that order.
+        self.in_flight: dict[str, deque[tuple[Finish, Tensor]]] = {
+            use: deque() for use in self._transports
+        }
+        self._template: _GatherTemplate | None = None
         self._number = next(_numbers)
         _by_number[self._number] = self
 
@@ -98,16 +106,13 @@ class HostCollectives:
         return transport.reduce_scatter(self.bucket, reduce_plan, tensors, outs, tag), out
 
     def _plan_gather(self, shards: Tensor) -> tuple[GatherPlan, Tensor]:
-        """A gather into new memory, which the graph frees; the pack is freed once it is copied."""
-        layout = self.bucket.layout
-        bounds = [0, layout.pack_full_offset]
-        if layout.pack_numel:
-            bounds.append(layout.gathered_numel)
-        memory = Segments(bounds, self.bucket.gather_dtype, self.bucket.device)
-        plan = GatherPlan(layout, self.bucket.rank, shards, memory)
+        template = self._template
+        if template is None or template.address != shards.data_ptr():
+            template = self._template = _GatherTemplate(self.bucket, shards)
+        plan, out = template.make()
         if plan.cast:
             torch._foreach_copy_(plan.own, plan.source)
-        return plan, memory.flats[0]
+        return plan, out
 
     def reraise(self, use: str, error: RuntimeError) -> None:
         transport = self._transports[use]
@@ -115,32 +120,72 @@ class HostCollectives:
         reraise(error, what, transport and transport.group)
 
 
+class _GatherTemplate:
+    """Makes plans of gathers into new memory, which the graph frees; packs go once they are copied.
+
+    To plan each gather from the layout takes five times as long as to make its views anew.
+    """
+
+    def __init__(self, bucket: Bucket, shards: Tensor) -> None:
+        layout = bucket.layout
+        bounds = [0, layout.pack_full_offset]
+        if layout.pack_numel:
+            bounds.append(layout.gathered_numel)
+        memory = Segments(bounds, bucket.gather_dtype, bucket.device)
+        self.address = shards.data_ptr()
+        self._plan = plan = GatherPlan(layout, bucket.rank, shards, memory)
+        self._sizes = [len(flat) for flat in memory.flats]
+        self._empty = partial(torch.empty, dtype=bucket.gather_dtype, device=bucket.device)
+        pieces = {flat.untyped_storage().data_ptr(): i for i, flat in enumerate(memory.flats)}
+        self._views = {
+            name: [
+                (pieces[v.untyped_storage().data_ptr()], v.shape, v.stride(), v.storage_offset())
+                for v in getattr(plan, name)
+            ]
+            for name in ("outputs", "own", "unpack_to", "unpack_from")
+        }
+        # The views of the plan would keep the memory that they were made in.
+        vars(plan).update({name: [] for name in (*self._views, "inputs")})
+
+    def make(self) -> tuple[GatherPlan, Tensor]:
+        """A plan, and what it gathers into."""
+        pieces = [self._empty(size) for size in self._sizes]
+        plan = object.__new__(GatherPlan)
+        vars(plan).update(vars(self._plan))
+        for name, views in self._views.items():
+            made = [pieces[i].as_strided(shape, stride, at) for i, shape, stride, at in views]
+            setattr(plan, name, made)
+        plan.inputs = plan.own if plan.cast else plan.source
+        return plan, pieces[0]
+
+
 def abandon() -> None:
     """After a step that raised: wait for what is in flight, and forget it."""
-    while _in_flight:
-        _, (finish, _) = _in_flight.popitem()
-        with suppress(RuntimeError):
-            finish()
+    for collectives in list(_by_number.values()):
+        for begun in collectives.in_flight.values():
+            while begun:
+                with suppress(RuntimeError):
+                    begun.popleft()[0]()
 
 
 def _start(tensors: Tensors, use: str, number: int, after: Tensor | None = None) -> Tensor:
     collectives = _by_number[number]
-    ticket = next(_numbers)
     try:
-        _in_flight[ticket] = collectives.begin(use, tensors)
+        collectives.in_flight[use].append(collectives.begin(use, tensors))
     except RuntimeError as error:
         collectives.reraise(use, error)
-    return torch.tensor(ticket)
+    return torch.empty((), dtype=torch.int64)
 
 
 def _wait(
     ticket: Tensor, tensors: Tensors, use: str, number: int, after: Tensor | None = None
 ) -> Tensor:
-    finish, out = _in_flight.pop(int(ticket))
+    collectives = _by_number[number]
+    finish, out = collectives.in_flight[use].popleft()
     try:
         finish()
     except RuntimeError as error:
-        _by_number[number].reraise(use, error)
+        collectives.reraise(use, error)
     return out
 
 
@@ -157,7 +202,6 @@ def _wait_meta(
 
 _numbers = itertools.count()
 _by_number: WeakValueDictionary[int, HostCollectives] = WeakValueDictionary()
-_in_flight: dict[int, tuple[Finish, Tensor]] = {}
 _library = torch.library.Library("fsdp2_graph", "DEF")
 _arguments = "Tensor?[] tensors, str use, int bucket, Tensor? after=None"
 _library.define(f"start({_arguments}) -> Tensor")

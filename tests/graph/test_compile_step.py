@@ -10,18 +10,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import llama
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+from fsdp2.checkpoint import Checkpointer
 from fsdp2.graph import compile_step, lending
 from fsdp2.graph.capture import LABEL
 from fsdp2.graph.host_collectives import GATHER, SCATTER
@@ -168,6 +171,106 @@ def test_shards_of_other_dims(functional: bool) -> None:
     bitwise = not functional or dist.get_world_size() == 2
     with as_on_a_device() if functional else nullcontext():
         train_both(models, lambda model, x: model(x), batch_of, bitwise=bitwise)
+
+
+class Experts(nn.Module):
+    """A mixture of experts in which each has room for so many tokens: its shapes are fixed."""
+
+    def __init__(self, width: int, num_experts: int, room: int) -> None:
+        super().__init__()
+        self.room = room
+        self.router = nn.Linear(width, num_experts)
+        self.up = nn.Parameter(torch.randn(num_experts, width, 2 * width) / width)
+        self.down = nn.Parameter(torch.randn(num_experts, 2 * width, width) / width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x).softmax(-1)
+        weights, chosen = scores.topk(2, -1)
+        is_chosen = torch.zeros_like(scores).scatter(-1, chosen, weights)
+        place = (is_chosen > 0).cumsum(0) - 1
+        has_room = (is_chosen > 0) & (place < self.room)
+        places = F.one_hot(place.clamp(0, self.room - 1), self.room).to(x.dtype)
+        dispatch = places * has_room.unsqueeze(-1)
+        rows = torch.einsum("tec,td->ecd", dispatch, x)
+        made = torch.bmm(torch.bmm(rows, self.up).relu(), self.down)
+        return x + torch.einsum("tec,ecd->td", dispatch * is_chosen.unsqueeze(-1), made)
+
+
+@distributed(2, long=(3,))
+def test_a_mixture_of_experts() -> None:
+    models = twins(simple(lambda: nn.Sequential(*(Experts(6, 5, 4) for _ in range(2)))))
+    train_both(models, square, random_batches(9, 6))
+
+
+class Residual(nn.Module):
+    def __init__(self, given: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(given, channels, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
+        self.shortcut = nn.Conv2d(given, channels, 1, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.body(x) + self.shortcut(x))
+
+
+@distributed(2)
+def test_a_residual_network() -> None:
+    pooled = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(7, 3))
+    models = twins(simple(lambda: nn.Sequential(Residual(3, 5, 1), Residual(5, 7, 2), *pooled)))
+    train_both(models, square, random_batches(4, 3, 8, 8))
+
+
+@distributed(2)
+def test_a_llama() -> None:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        mesh = cached_mesh(2, names=("dp",))
+        models.append(llama.shard_units(fully_shard, llama.Llama(llama.ODD).double(), mesh=mesh))
+    train_both(
+        (models[0], models[1]),
+        llama.loss_of,
+        lambda step: (llama.token_batch(step, dist.get_rank(), llama.ODD),),
+    )
+
+
+@distributed(2)
+def test_checkpoints_between_eager_and_compiled_steps(tmp_path: Path) -> None:
+    """Saved in eager, resumed in the graph, and back: as if all steps were eager."""
+    case = TRANSFORMER
+
+    def trained(model: Any, optimizer: Any, steps: range, *, compiled: bool) -> None:
+        step = compile_step(model, case.loss, backend="aot_eager") if compiled else None
+        for i in steps:
+            batch = batches(case)(i)
+            if step is None:
+                case.loss(model, *batch).backward()
+            else:
+                step(*batch)
+            clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def made(seed: int) -> tuple[Any, Any]:
+        torch.manual_seed(seed)
+        model = shard_case(case, case.build().double())
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    expected, optimizer = made(0)
+    trained(expected, optimizer, range(6), compiled=False)
+    model, optimizer = made(0)
+    for number, compiled in enumerate((False, True, False)):
+        if number:
+            model, optimizer = made(number)
+            Checkpointer(tmp_path).load(model=model, optimizer=optimizer)
+        trained(model, optimizer, range(2 * number, 2 * number + 2), compiled=compiled)
+        Checkpointer(tmp_path).save(number, model=model, optimizer=optimizer)
+    assert_equal_state(expected, model, bitwise=True)
 
 
 class Recurrences(nn.Module):
