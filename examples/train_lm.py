@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -61,6 +61,7 @@ from fsdp2 import (
     fully_shard,
     profile,
 )
+from fsdp2.graph import CompiledStep, compile_step
 
 
 def main() -> None:
@@ -73,6 +74,9 @@ def main() -> None:
     # After sharding, so that the optimizer's state is sharded like the parameters.
     optimizer = build_optimizer(model, options)
     run = Run(options, Path(options.out), device, Numbers(), text, batches, model, optimizer)
+    if options.graph:
+        # The first step traces and compiles: a minute or so. Validation and the sample are eager.
+        run.graph = compile_step(model, weighted_loss)
 
     with watched(options, model):
         step = train(run)
@@ -81,7 +85,8 @@ def main() -> None:
             where = f"; --resume goes on from {checkpoint_path(run.out, step)}" if step else ""
             print(f"stopped after step {step}{where}", flush=True)
     else:
-        sent = sent_bytes(model, micro_batches=run.batches.forwards)
+        forwards = run.batches.forwards
+        sent = sent_bytes(model, forwards, reductions=forwards if run.graph else 1)
         bits = validation_bits(run)
         sample = sample_text(run, b"def ")
         report(
@@ -103,6 +108,7 @@ class Run:
     batches: Batches
     model: LanguageModel
     optimizer: torch.optim.Optimizer
+    graph: CompiledStep | None = None
 
 
 def open_text(options: argparse.Namespace) -> tuple[Text, Batches]:
@@ -307,18 +313,29 @@ def forward_backward(run: Run) -> float:
     total = torch.zeros((), device=run.device)
     micro_batches = run.batches.of_step(sequences_per_step(run.options))
     for i, part in enumerate(micro_batches):
-        # Until the last micro-batch, gradients add up on each rank and are not reduced.
-        model.set_requires_gradient_sync(i == len(micro_batches) - 1)
-        loss = next_byte_loss(run, part.inputs, part.targets) * part.weight
-        loss.backward()
-        total += loss.detach()
+        batch = part.inputs.to(run.device), part.targets.to(run.device)
+        weight = torch.tensor(part.weight, device=run.device)
+        # Until the last micro-batch, gradients add up on each rank and are not reduced. A graph
+        # always reduces them.
+        is_last = i == len(micro_batches) - 1
+        model.set_requires_gradient_sync(is_last or run.graph is not None)
+        if run.graph is not None:
+            total += run.graph(*batch, weight)
+        else:
+            loss = weighted_loss(model, *batch, weight)
+            loss.backward()
+            total += loss.detach()
     return float(total)
 
 
-def next_byte_loss(run: Run, inputs: Tensor, targets: Tensor) -> Tensor:
+def weighted_loss(model: nn.Module, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+    """What a micro-batch adds to the mean loss of a step; the function that `--graph` captures."""
+    return next_byte_loss(model, inputs, targets) * weight
+
+
+def next_byte_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy, in nats per byte."""
-    logits = run.model(inputs.to(run.device))
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.to(run.device).flatten())
+    return F.cross_entropy(model(inputs).float().flatten(0, 1), targets.flatten())
 
 
 def run_state(run: Run) -> dict[str, Any]:
@@ -345,7 +362,7 @@ def validation_bits(run: Run) -> float:
         begin = first + rank * options.batch
         mine = starts[begin : begin + options.batch]
         inputs, targets = windows_at(held_out, mine or starts[:1], options.length)
-        loss = next_byte_loss(run, inputs, targets)
+        loss = next_byte_loss(run.model, inputs.to(run.device), targets.to(run.device))
         loss_sum += float(loss) * len(mine) * options.length
     total = run.numbers.of_all_ranks(loss_sum).sum()
     return float(total) / (len(starts) * options.length) / math.log(2)

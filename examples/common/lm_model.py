@@ -6,7 +6,6 @@ The vocabulary is the 256 byte values, so there is no tokenizer.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -29,12 +28,11 @@ class ModelConfig:
     recompute: bool = False
 
 
-@functools.lru_cache(maxsize=8)
 def rotary_table(length: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary embedding, each (length, head_dim / 2), in fp32.
 
-    A cached function and not a buffer: a buffer made on the meta device would hold garbage after
-    `to_empty`.
+    Computed anew: a buffer made on the meta device would hold garbage after `to_empty`, and a
+    cache in Python would keep a tensor of the trace, where a step is traced (`--graph`).
     """
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
     angles = torch.outer(torch.arange(length, device=device).float(), 10_000.0**-exponents)

@@ -206,18 +206,18 @@ def memory_in_use(device: torch.device) -> float:
         return float(peak if sys.platform == "darwin" else peak * 1024)
 
 
-def sent_bytes(model: nn.Module, *, micro_batches: int) -> dict[str, int]:
+def sent_bytes(model: nn.Module, micro_batches: int, *, reductions: int) -> dict[str, int]:
     """Bytes that one rank sends to others in one step, according to `fsdp2.explain`.
 
     `explain` counts for a step of one micro-batch, and knows the order of the units when a forward
     has run: the last one stays gathered for its backward. Parameters are gathered for every
-    micro-batch; gradients are reduced after the last one only.
+    micro-batch; gradients are reduced after the last one only, or by a graph after each.
     """
     totals = explain(model).totals
     return {
         "all_gather": micro_batches * totals.sent_by_gathers,
-        "reduce_scatter": totals.sent_by_reduction,
-        "all_reduce": totals.sent_by_all_reduction,
+        "reduce_scatter": reductions * totals.sent_by_reduction,
+        "all_reduce": reductions * totals.sent_by_all_reduction,
     }
 
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 # from the checkpoint.
 FREE_ON_RESUME = {
     *("resume", "out", "steps", "stop_at", "minutes", "save_every", "sample_bytes", "profile"),
-    *("hang_after", "snapshot_every", "snapshot_dir", "snapshot_host"),
+    *("graph", "hang_after", "snapshot_every", "snapshot_dir", "snapshot_host"),
 }
 
 
@@ -122,6 +122,8 @@ def _check(options: argparse.Namespace, world_size: int) -> None:
         fail("--elastic: --accumulate follows from --global-batch and the number of processes")
     if options.snapshot_every < 0:
         fail(f"--snapshot-every {options.snapshot_every} is not 0 or more")
+    if options.graph and options.offload:
+        fail("--graph: steps over offloaded parameters are eager, leave --offload out")
     if world_size % options.replicate:
         fail(f"--replicate {options.replicate} does not divide the {world_size} processes evenly")
     if options.dim % (2 * options.heads):
@@ -198,6 +200,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--replicate", 1, "shard over 1/N of the ranks and replicate N times (HSDP)")
     switch("--bf16", "compute in bfloat16, reduce gradients in float32")
     switch("--ac", "activation checkpointing: recompute each block in backward")
+    switch("--graph", "forward and backward as one compiled graph (docs/graph.md)")
     switch("--offload", "keep the sharded parameters, gradients and optimizer on the CPU")
 
     add("--dim", 512, "width of the model")

@@ -608,12 +608,12 @@ def test_inductor_with_functional_collectives_over_gloo_is_refused() -> None:
         step(torch.randn(3, 5))
 
 
-@pytest.mark.long
+@pytest.mark.parametrize("name", ["mlp", pytest.param("transformer", marks=pytest.mark.long)])
 @distributed(2)
-def test_inductor() -> None:
-    models = twins(TRANSFORMER, torch.float32)
-    data = batches(TRANSFORMER, torch.float32)
-    train_both(models, TRANSFORMER.loss, data, backend="inductor", bitwise=False)
+def test_inductor(name: str) -> None:
+    case = BY_NAME[name]
+    models, data = twins(case, torch.float32), batches(case, torch.float32)
+    train_both(models, case.loss, data, backend="inductor", bitwise=False)
 
 
 @distributed(2)

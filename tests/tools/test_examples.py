@@ -163,6 +163,14 @@ def test_resumed_by_another_number_of_processes(
     assert loss_values(tmp_path / "parts") == pytest.approx(loss_values(six_steps), rel=1e-4)
 
 
+@pytest.mark.long
+def test_steps_as_one_graph(text: Path, six_steps: Path, tmp_path: Path) -> None:
+    """A run that began eagerly goes on in a graph, with the losses that it would have had."""
+    train(2, "--batch 6 --steps 6 --stop-at 3", text, tmp_path)
+    train(2, "--resume --graph", text, tmp_path)
+    assert loss_values(tmp_path) == pytest.approx(loss_values(six_steps), rel=1e-4)
+
+
 def test_losses_do_not_depend_on_how_the_model_is_sharded(
     text: Path, six_steps: Path, tmp_path: Path
 ) -> None:
@@ -191,6 +199,7 @@ def test_missing_extras_are_named(text: Path, tmp_path: Path) -> None:
         ("--steps 0", "argument --steps: 0 is not 1 or more"),
         ("--steps many", "argument --steps: invalid whole number value: 'many'"),
         ("--lr -1", "argument --lr: -1 is not above 0"),
+        ("--graph --offload", "--graph: steps over offloaded parameters are eager, leave --offload out"),
         ("--replicate 3", "--replicate 3 does not divide the 2 processes evenly"),
         ("--dim 100", "--dim 100 is not a multiple of twice --heads 8"),
         ("--data nowhere", "--data: there is no file or folder nowhere"),
