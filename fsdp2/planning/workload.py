@@ -212,5 +212,6 @@ def compiled_modules(compiled: Compiled, blocks: Sequence[str]) -> tuple[str, ..
             )
         return tuple(blocks) if compiled else ()
     if isinstance(compiled, str) or not all(isinstance(name, str) for name in compiled):
-        raise TypeError(f"compiled must be a bool or a sequence of module names, got {compiled!r}")
+        hint = "a step as one graph (fsdp2.graph) cannot be estimated"
+        raise TypeError(f"compiled must be a bool or names of modules, got {compiled!r}; {hint}")
     return tuple(compiled)
