@@ -100,7 +100,7 @@ test-all: $(FOR_CLIENTS) $(FOR_DOCS)  ## run the tests on all world sizes, their
 
 # What takes data between streams, the host and other ranks.
 ON_DEVICE = $(foreach name,accumulation activation_checkpoint batches checkpoint_device_bytes \
-	checkpoint_elastic checkpoint_exact checkpoint_parts clip comm_policy experts extensions \
+	checkpoint_elastic checkpoint_exact checkpoint_parts clip comm_policy compile_step experts extensions \
 	finalization freed_early frozen_kept full_state gather_budget generated grad_dtype gradients \
 	groups hsdp large_root lost_gradients merging mixed_precision offload offload_budget \
 	one_rank_alone optim_kinds optim_local optim_whole parallel_2d parity_models peer pipelines \

@@ -81,6 +81,7 @@ MORE_SUITES = (
     "checkpoint/test_full_state",
     "core/test_recovery",
     "core/test_peer",
+    "graph/test_compile_step",
 )
 
 
@@ -212,13 +213,14 @@ def rest(folder: Path) -> list[Step]:
     with_chaos = ("core/test_two_ranks", "core/test_cuda")
     bad = "2ranks or (parity and not cpu)"
     return [
-        bodies("chaos", with_chaos, 90, bad, FSDP2_TEST_CHAOS="1"),
-        script("saves", "benchmarks.gpu_saves", 90, *to, result="gpu-saves.json"),
-        bench("gpu-compiled", 110, folder, "--compile", "--blocks", "4", *hidden),
+        bodies("chaos", with_chaos, 70, bad, FSDP2_TEST_CHAOS="1"),
+        script("saves", "benchmarks.gpu_saves", 70, *to, result="gpu-saves.json"),
+        bench("gpu-compiled", 90, folder, "--compile", "--blocks", "4", *hidden),
+        script("graph", "benchmarks.graph", 90, "--device", "cuda", *to, result="gpu-graph.json"),
         script(
             "measure, quick", "fsdp2", 45, *measure, str(folder / quick), "--quick", result=quick
         ),
-        Step("offload", ("-m", "benchmarks.offload", "--rounds", "3"), 90),
+        Step("offload", ("-m", "benchmarks.offload", "--rounds", "3"), 60),
         script("measure", "fsdp2", 145, *measure, str(folder / full), result=full),
         bodies("more suites", MORE_SUITES, BUDGET_S, "2ranks"),
     ]

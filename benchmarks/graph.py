@@ -1,6 +1,7 @@
 """A step as one graph beside eager steps, compiled blocks, and SimpleFSDP.
 
     python -m benchmarks.graph [--quick] [--write-docs]
+    python -m benchmarks.graph --device cuda --output DIR
 
 Three measures, with variants that take turns in every round; ratios are taken within rounds.
 
@@ -12,6 +13,9 @@ Three measures, with variants that take turns in every round; ratios are taken w
 
 SimpleFSDP compiled by inductor ends with corrupted memory over gloo (docs/graph.md), so on two
 ranks its backend is "aot_eager".
+
+On a GPU *train* alone is measured, by one rank over NCCL, and a replay of a CUDA graph of the
+compiled step is one more variant.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,15 +47,17 @@ from fsdp2.transports.host.exchange import Exchange
 from . import machine, models
 from .models import LMConfig, StackConfig, lm_loss
 from .ranks import progress, run_ranks
-from .report import row, write_record, write_readme
+from .report import row, write_readme, write_record
 from .simple_fsdp import compiled, simple_fsdp
 
 EAGER, BLOCKS, GRAPH = "eager", "compiled blocks", "compile_step"
 EAGER_GRAPH = "compile_step, aot_eager"
 SIMPLE, EAGER_SIMPLE = "SimpleFSDP", "SimpleFSDP, aot_eager"
+CAPTURED = "compile_step in a CUDA graph"
 TORCH, TORCH_BLOCKS = "torch FSDP2", "torch FSDP2, compiled blocks"
 HOST = (EAGER, BLOCKS, GRAPH, EAGER_GRAPH, SIMPLE, TORCH, TORCH_BLOCKS)
 RANKS = (EAGER, BLOCKS, GRAPH, EAGER_GRAPH, EAGER_SIMPLE, TORCH, TORCH_BLOCKS)
+ON_GPU = (EAGER, BLOCKS, GRAPH, CAPTURED, TORCH, TORCH_BLOCKS)
 WARM_UP_STEPS = 3
 NUM_RANKS = 2
 STACK = StackConfig(width=16, hidden=32, num_blocks=16, num_heads=2)
@@ -63,7 +70,7 @@ Step = Callable[[], Tensor]
 
 def make_step(name: str, model: nn.Module, loss_of: Callable[..., Tensor], *batch: Tensor) -> Step:
     """Forward and backward of ``model`` as the variant ``name`` has it; returns the loss."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(batch[0].device.type, (dist.get_world_size(),))
     if name in (SIMPLE, EAGER_SIMPLE):
         simple_fsdp(model, mesh)
         call = compiled(model, "inductor" if name == SIMPLE else "aot_eager")
@@ -75,16 +82,37 @@ def make_step(name: str, model: nn.Module, loss_of: Callable[..., Tensor], *batc
         if name in (BLOCKS, TORCH_BLOCKS):
             for block in model.blocks:
                 block.compile()
-        if name in (GRAPH, EAGER_GRAPH):
-            backend = "inductor" if name == GRAPH else "aot_eager"
-            return partial(compile_step(model, loss_of, backend=backend), *batch)
+        if name in (GRAPH, EAGER_GRAPH, CAPTURED):
+            backend = "aot_eager" if name == EAGER_GRAPH else "inductor"
+            step = partial(compile_step(model, loss_of, backend=backend), *batch)
+            return captured(step, model) if name == CAPTURED else step
 
-    def step() -> Tensor:
+    def eager_step() -> Tensor:
         loss = loss_of(call, *batch)
         loss.backward()
         return loss
 
-    return step
+    return eager_step
+
+
+def captured(step: Step, model: nn.Module) -> Step:
+    """Replays of a CUDA graph of ``step``; gradients are new in each."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UP_STEPS):
+            step()
+            model.zero_grad()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        loss = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return loss
+
+    return replay
 
 
 def without_cached_angles() -> None:
@@ -98,16 +126,18 @@ def make_stack() -> tuple[nn.Module, Callable[..., Tensor], Tensor]:
     return models.Stack(STACK), lambda model, x: model(x).sum(), torch.randn(1, 4, STACK.width)
 
 
-def make_lm() -> tuple[nn.Module, Callable[..., Tensor], Tensor]:
+def make_lm(num_blocks: int) -> tuple[nn.Module, Callable[..., Tensor], Tensor]:
     """The model of *train* and *alone*, its loss function, and its batch."""
     torch.manual_seed(0)
-    model = models.LM(LM)
+    model = models.LM(replace(LM, num_blocks=num_blocks))
     generator = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(LM.vocab, (1, TOKENS + 1), generator=generator)
     return model, lambda model, x: lm_loss(model(x[:, :-1]), x[:, 1:]), tokens
 
 
-def measure(stack: bool, names: list[str], rounds: int, iters: int) -> dict[str, Any]:
+def measure(
+    stack: bool, names: list[str], rounds: int, iters: int, device: str = "cpu"
+) -> dict[str, Any]:
     """Seconds of steps of the variants, which take turns.
 
     Returns:
@@ -119,8 +149,10 @@ def measure(stack: bool, names: list[str], rounds: int, iters: int) -> dict[str,
     found: dict[str, dict[str, list[float]]] = {}
     for name in names:
         progress(f"graph: {name}")
-        model, loss_of, batch = make_stack() if stack else make_lm()
-        step = make_step(name, model, loss_of, batch)
+        # A GPU is lent for minutes, and compiling takes most of them.
+        num_blocks = LM.num_blocks if device == "cpu" else 3
+        model, loss_of, batch = make_stack() if stack else make_lm(num_blocks)
+        step = make_step(name, model.to(device), loss_of, batch.to(device))
         runs[name] = model, step
         losses = []
         for _ in range(WARM_UP_STEPS):
@@ -135,6 +167,8 @@ def measure(stack: bool, names: list[str], rounds: int, iters: int) -> dict[str,
                 dist.barrier()
                 start = time.perf_counter()
                 step()
+                if device == "cuda":
+                    torch.cuda.synchronize()
                 seconds.append(time.perf_counter() - start)
                 model.zero_grad()
             found[name]["rounds_s"].append(statistics.median(seconds))
@@ -149,7 +183,7 @@ def measure_alone(name: str) -> dict[str, Any]:
     ctypes.CDLL(None).mallopt(-3, 64 * 1024)  # M_MMAP_THRESHOLD
     without_cached_angles()
     progress(f"graph, alone: {name}")
-    model, loss_of, batch = make_lm()
+    model, loss_of, batch = make_lm(LM.num_blocks)
     step = make_step(name, model, loss_of, batch)
     start = time.perf_counter()
     step()
@@ -231,6 +265,9 @@ def check(results: dict[str, dict[str, Any]]) -> None:
 
 def table(record: dict[str, Any]) -> str:
     """Markdown: a row for each variant."""
+    if "host" not in record:
+        head = [row(["variant", "step"]), row(["---", "---:"])]
+        return "\n".join([*head, *(row([n, ratio_cell(record["train"], n)]) for n in ON_GPU)])
     lines = [
         row(["variant", "host", "step", "peak memory", "collectives", "first call, s"]),
         row(["---", *["---:"] * 5]),
@@ -240,7 +277,11 @@ def table(record: dict[str, Any]) -> str:
         cells = [ratio_cell(record[measured], name) for measured in ("host", "train")]
         if name in alone:
             peak = alone[name]["peak_bytes"] / alone[EAGER]["peak_bytes"]
-            cells += [f"{peak:.2f}", str(alone[name]["collectives"]), f"{alone[name]['first_s']:.0f}"]
+            cells += [
+                f"{peak:.2f}",
+                str(alone[name]["collectives"]),
+                f"{alone[name]['first_s']:.0f}",
+            ]
         lines.append(row([name, *cells, *["-"] * (5 - len(cells))]))
     return "\n".join(lines)
 
@@ -259,8 +300,8 @@ def describe(record: dict[str, Any]) -> str:
     about = record["machine"]
     return (
         f"{about['cpu']}, {about['cores']} cores; torch {record['versions']['torch']}; "
-        f"{record['date'][:10]}, commit {(record['commit'] or 'none')[:12]}. Times and memory are "
-        f"ratios to fsdp2's eager steps; {LM.num_blocks} blocks of width {LM.width}, {TOKENS} tokens."
+        f"{record['date'][:10]}, commit {(record['commit'] or 'none')[:12]}. Times and memory: "
+        f"ratios to fsdp2's eager steps. {LM.num_blocks} blocks of {LM.width}, {TOKENS} tokens."
     )
 
 
@@ -274,8 +315,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--write-docs", action="store_true", help="put the table in docs/performance.md"
     )
-    options = parser.parse_args(arguments)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     results = machine.REPOSITORY / "benchmarks" / "results"
+    parser.add_argument("--output", type=Path, default=results, help="folder of the record")
+    options = parser.parse_args(arguments)
+    if options.device == "cuda":
+        given = {"stack": False, "names": list(ON_GPU), "rounds": 5, "iters": 8, "device": "cuda"}
+        found = run_ranks(measure, 1, given, device="cuda")
+        check(found)
+        record = {"name": "gpu-graph", **machine.describe(), "train": found}
+        write_record(record, options.output)
+        print(table(record))
+        return 0
     if not options.only_table:
         rounds, iters = (3, 4) if options.quick else (options.rounds, options.iters)
         host, ranks = ([EAGER, BLOCKS, GRAPH],) * 2 if options.quick else (list(HOST), list(RANKS))
@@ -291,8 +342,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.quick:
             print(table(record))
             return 0
-        write_record(record, results)
-    record = json.loads((results / "graph.json").read_text())
+        write_record(record, options.output)
+    record = json.loads((options.output / "graph.json").read_text())
     text = f"{describe(record)}\n\n{table(record)}"
     print(text)
     if options.write_docs:

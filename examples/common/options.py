@@ -123,7 +123,7 @@ def _check(options: argparse.Namespace, world_size: int) -> None:
     if options.snapshot_every < 0:
         fail(f"--snapshot-every {options.snapshot_every} is not 0 or more")
     if options.graph and options.offload:
-        fail("--graph: steps over offloaded parameters are eager, leave --offload out")
+        fail("--graph: offloaded parameters need eager steps: leave --offload out")
     if world_size % options.replicate:
         fail(f"--replicate {options.replicate} does not divide the {world_size} processes evenly")
     if options.dim % (2 * options.heads):

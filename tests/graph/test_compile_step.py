@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,7 +29,7 @@ from fsdp2.checkpoint import Checkpointer
 from fsdp2.graph import compile_step, lending
 from fsdp2.graph.capture import LABEL
 from fsdp2.graph.host_collectives import GATHER, SCATTER
-from harness import cached_mesh, distributed, ours_only
+from harness import DEVICE, cached_mesh, cpu_only, distributed, ours_only
 from models import BY_NAME, MLP, RECURRENT, TRANSFORMER, Case
 from reference import shard_case
 
@@ -78,7 +79,9 @@ def train_both(
 ) -> Any:
     """Trains one model eagerly and the other by a compiled step, and compares after each."""
     eager, graph = models
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models]
+    # One parameter at a time: on devices torch's default takes plain ones and DTensors together.
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False)
+    optimizers = [sgd(model.parameters()) for model in models]
     step = compile_step(graph, loss_of, backend=backend)
     for i in range(steps):
         for j in range(accumulate):
@@ -486,6 +489,7 @@ def targets_of(model: Any, case: Case) -> list[tuple[Any, str]]:
 START, WAIT = "fsdp2_graph.start.default", "fsdp2_graph.wait.default"
 
 
+@cpu_only("its operators of the host are counted too")
 @pytest.mark.parametrize("functional", [False, True])
 @pytest.mark.parametrize("reshard", [True, False])
 @distributed(2)
@@ -507,6 +511,7 @@ def test_collectives(reshard: bool, functional: bool) -> None:
     assert waits == gathers + reductions
 
 
+@cpu_only("compilers keep the order of operators of the host")
 @distributed(2)
 def test_the_order_of_communication() -> None:
     """A gather is in flight while the unit ahead of it computes, and no more than one is. Those for
@@ -532,6 +537,47 @@ def test_the_order_of_communication() -> None:
     assert not in_flight
     assert num_gathers > num_units
     assert most == {GATHER: 2, SCATTER: 1}
+
+
+# --------------------------------------------------------------------------------- CUDA graphs
+
+
+@pytest.mark.skipif(DEVICE == "testdev", reason="this device has no graphs of its own")
+@distributed(1, 2)
+def test_a_captured_step_replays_eager_steps() -> None:
+    """A CUDA graph of a compiled step, over NCCL; on the CPU a replay is a call."""
+    case = TRANSFORMER
+    eager, graph = twins(case, torch.float32)
+    step = compile_step(graph, case.loss, backend="aot_eager")
+    data = batches(case, torch.float32)
+    given = data(0)
+    side = torch.cuda.Stream() if DEVICE == "cuda" else None
+    with nullcontext() if side is None else torch.cuda.stream(side):
+        for _ in range(3):
+            step(*given)
+            graph.zero_grad()
+    results: list[Tensor] = []
+
+    def whole() -> None:
+        graph.zero_grad()
+        results[:] = [step(*given)]
+
+    replay = whole
+    if side is not None:
+        torch.cuda.current_stream().wait_stream(side)
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured, capture_error_mode="thread_local"):
+            whole()
+        replay = captured.replay
+    for i in range(1, 4):
+        for mine, new in zip(given, data(i), strict=True):
+            mine.copy_(new)
+        replay()
+        eager.zero_grad()
+        expected = case.loss(eager, *data(i))
+        expected.backward()
+        assert torch.equal(results[0], expected.detach())
+        assert_equal_state(eager, graph, bitwise=True)
 
 
 # ------------------------------------------------------------------------------------ mistakes
@@ -601,6 +647,7 @@ def test_settings_that_a_graph_does_not_have() -> None:
         compile_step(model, square, backend="aot_eager")(torch.randn(3, 5))
 
 
+@cpu_only("gloo")
 @distributed(2)
 def test_inductor_with_functional_collectives_over_gloo_is_refused() -> None:
     step = compile_step(linear(), square)
@@ -608,6 +655,7 @@ def test_inductor_with_functional_collectives_over_gloo_is_refused() -> None:
         step(torch.randn(3, 5))
 
 
+@pytest.mark.skipif(DEVICE == "testdev", reason="inductor does not know this device")
 @pytest.mark.parametrize("name", ["mlp", pytest.param("transformer", marks=pytest.mark.long)])
 @distributed(2)
 def test_inductor(name: str) -> None:

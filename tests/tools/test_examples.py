@@ -199,7 +199,10 @@ def test_missing_extras_are_named(text: Path, tmp_path: Path) -> None:
         ("--steps 0", "argument --steps: 0 is not 1 or more"),
         ("--steps many", "argument --steps: invalid whole number value: 'many'"),
         ("--lr -1", "argument --lr: -1 is not above 0"),
-        ("--graph --offload", "--graph: steps over offloaded parameters are eager, leave --offload out"),
+        (
+            "--graph --offload",
+            "--graph: offloaded parameters need eager steps: leave --offload out",
+        ),
         ("--replicate 3", "--replicate 3 does not divide the 2 processes evenly"),
         ("--dim 100", "--dim 100 is not a multiple of twice --heads 8"),
         ("--data nowhere", "--data: there is no file or folder nowhere"),
