@@ -85,13 +85,19 @@ class Outputs:
 
 
 def capture(
-    model: nn.Module, loss_fn: LossFunction, tensors: StepTensors, arguments: Arguments
+    model: nn.Module,
+    loss_fn: LossFunction,
+    tensors: StepTensors,
+    arguments: Arguments,
+    inputs: Sequence[Tensor],
 ) -> tuple[GraphModule, Outputs]:
     """Trace one step.
 
+    Args:
+        inputs: `StepTensors.inputs` and the tensors among ``arguments``, detached.
+
     Returns:
-        The graph, called with `StepTensors.inputs` and the tensors among ``arguments``, and what it
-        returns.
+        The graph, which is called with such ``inputs``, and what it returns.
 
     Raises:
         RuntimeError: if something of it cannot be traced.
@@ -104,11 +110,25 @@ def capture(
         found.append(outputs)
         return returned
 
-    inputs = [tensor.detach() for tensor in (*tensors.inputs(), *arguments.tensors)]
-    module = make_fx(step, tracing_mode="fake")(*inputs)
+    with _without_onednn():
+        module = make_fx(step, tracing_mode="fake")(*inputs)
     _check_shapes(module.graph)
     _check_randomness(module.graph, tensors)
     return module, found[-1]
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Context in which recurrent layers are operators that a graph can run.
+
+    Those of oneDNN return no tensor, where they are run without autograd, for what they save.
+    """
+    before = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = before
 
 
 def _step(

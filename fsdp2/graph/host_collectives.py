@@ -150,12 +150,13 @@ class _GatherTemplate:
     def make(self) -> tuple[GatherPlan, Tensor]:
         """A plan, and what it gathers into."""
         pieces = [self._empty(size) for size in self._sizes]
+        made = {
+            name: [pieces[i].as_strided(shape, stride, at) for i, shape, stride, at in views]
+            for name, views in self._views.items()
+        }
+        inputs = made["own"] if self._plan.cast else self._plan.source
         plan = object.__new__(GatherPlan)
-        vars(plan).update(vars(self._plan))
-        for name, views in self._views.items():
-            made = [pieces[i].as_strided(shape, stride, at) for i, shape, stride, at in views]
-            setattr(plan, name, made)
-        plan.inputs = plan.own if plan.cast else plan.source
+        vars(plan).update(vars(self._plan), inputs=inputs, **made)
         return plan, pieces[0]
 
 

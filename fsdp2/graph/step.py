@@ -12,6 +12,7 @@ from torch.fx import Graph
 from torch.utils._pytree import tree_flatten
 
 from ..api.module import FSDPModule
+from ..comm.streams import Streams
 from ..dtensor.from_local import local_of
 from ..runtime.building import build_runtime
 from ..runtime.runtime import Runtime, runtime_of
@@ -97,7 +98,8 @@ class CompiledStep:
         Shapes, dtypes, arguments, ``train()`` and ``eval()``, frozen parameters and autocast are
         seen; attributes of modules and global variables are not.
         """
-        self._state = []
+        self._graphs.clear()
+        self._state = []  # units are checked again, too
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         arguments = Arguments(*tree_flatten((args, kwargs)))
@@ -127,11 +129,13 @@ class CompiledStep:
                 f"compile_step was made for '{unit.name}', which is now inside of a larger model "
                 "that has run: make a step of that"
             )
+        if not all(each.registration.is_current() for each in runtime.units):
+            runtime = build_runtime(self._model)  # users have put other parameters there
         _begin(runtime)
         state = [(u.param_group.num_plans, u.param_group.freezing.trains) for u in runtime.units]
         if state != self._state or not self._tensors.are_current():
-            for unit in runtime.units:
-                _check(unit)
+            for each in runtime.units:
+                _check(each)
             self._state, self._tensors = state, StepTensors(self._model, runtime.units)
             self._modules = list(self._model.modules())
             self._graphs.clear()
@@ -145,7 +149,8 @@ class CompiledStep:
 
     def _compile(self, arguments: Arguments) -> tuple[Outputs, Callable[..., Any]]:
         tensors = self._tensors
-        module, outputs = capture(self._model, self._loss_fn, tensors, arguments)
+        inputs = [tensor.detach() for tensor in (*tensors.inputs(), *arguments.tensors)]
+        module, outputs = capture(self._model, self._loss_fn, tensors, arguments, inputs)
         if self._backend_name == "inductor" and unit_of(self._model).device.type == "cpu":
             _check_inductor(module.graph)
         numbers = {unit: i for i, unit in enumerate(tensors.units)}
@@ -155,7 +160,6 @@ class CompiledStep:
             if each.unit.reshard_after_forward is not False and each.bucket.mesh.num_shards > 1
         }
         schedule(module, freed)
-        inputs = [tensor.detach() for tensor in (*tensors.inputs(), *arguments.tensors)]
         with torch.no_grad():
             return outputs, self._backend(module, inputs)
 
@@ -177,26 +181,35 @@ def _begin(runtime: Runtime) -> None:
     runtime.on.root_forward_begins()
     runtime.release_gradients()
     for unit in runtime.units:
-        config, group = unit.config, unit.param_group
-        if not config.reduce_grads or not config.all_reduce_grads:
-            raise RuntimeError(
-                f"compile_step reduces gradients in every step, but gradient sync of unit "
-                f"'{unit.name}' is off. Call the step on each micro-batch with sync on: gradients "
-                "are added to .grad"
-            )
-        if unit.gradients.holds_earlier or unit.gradients.holds_partial_sums:
-            raise RuntimeError(
-                f"Unit '{unit.name}' holds gradients that eager backwards without gradient sync "
-                "have left: run the last micro-batch eagerly, with sync, before compile_step"
-            )
-        if unit.state is not State.SHARDED:
-            unit.reshard(runtime.streams)
-        if group.freezing.adopt():
-            group.show_freezing()
-        if group.dirty or not group.materialized:
-            unit.plan_anew(runtime.streams)
-        if not unit.registration.is_current():
-            unit.registration.check()
+        _make_ready(unit, runtime.streams)
+
+
+def _make_ready(unit: Unit, streams: Streams) -> None:
+    """What a forward of ``unit`` does before it gathers.
+
+    Raises:
+        RuntimeError: if gradients are not to be reduced, or some were not; if parameters were
+            replaced.
+    """
+    config, group = unit.config, unit.param_group
+    if not config.reduce_grads or not config.all_reduce_grads:
+        raise RuntimeError(
+            f"compile_step reduces gradients in every step, but gradient sync of unit "
+            f"'{unit.name}' is off. Call the step on each micro-batch with sync on: gradients "
+            "are added to .grad"
+        )
+    if unit.gradients.holds_earlier or unit.gradients.holds_partial_sums:
+        raise RuntimeError(
+            f"Unit '{unit.name}' holds gradients that eager backwards without gradient sync "
+            "have left: run the last micro-batch eagerly, with sync, before compile_step"
+        )
+    if unit.state is not State.SHARDED:
+        unit.reshard(streams)
+    if group.freezing.adopt():
+        group.show_freezing()
+    if group.dirty or not group.materialized:
+        unit.plan_anew(streams)
+    unit.registration.check()
 
 
 def _check(unit: Unit) -> None:

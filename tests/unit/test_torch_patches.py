@@ -30,6 +30,7 @@ PATHS = [path for patch in PATCHES for path in patch.paths]
 # reason why that replaces nothing for good.
 SET_ELSEWHERE = {
     ("attention.py", "_cp_options.enable_load_balance"): "within a context",
+    ("capture.py", "torch.backends.mkldnn.enabled"): "within a context",
     ("tracing.py", "propagator._propagate_tensor_meta_non_cached"): "within a context",
     ("deterministic.py", "torch.backends.cudnn.benchmark"): "a setting that the caller asks for",
     ("torch_patches.py", "setattr(owner)"): "the one place",
