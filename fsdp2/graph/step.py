@@ -227,6 +227,8 @@ def _check(unit: Unit) -> None:
         "reduce_scatter_unused_params": config.reduce_unused,
     }
     found = [name for name, value in settings.items() if value]
+    if any(map(unit.gradients.follows_autograd, unit.buckets)):
+        found.append("parameters whose grad_dtype is None")
     for param in unit.params:
         hooks = param.sharded._backward_hooks or param.sharded._post_accumulate_grad_hooks
         if hooks:
