@@ -649,6 +649,11 @@ def test_settings_that_a_graph_does_not_have() -> None:
     model = linear(offload_policy=CPUOffloadPolicy(pin_memory=False))
     with pytest.raises(ValueError, match="which has an offload policy"):
         compile_step(model, square, backend="aot_eager")(torch.randn(3, 5))
+    model = linear()
+    for param in model.parameters():
+        param.grad_dtype = None
+    with pytest.raises(ValueError, match="which has parameters whose grad_dtype is None"):
+        compile_step(model, square, backend="aot_eager")(torch.randn(3, 5))
 
 
 @cpu_only("gloo")
