@@ -314,7 +314,7 @@ def forward_backward(run: Run) -> float:
     micro_batches = run.batches.of_step(sequences_per_step(run.options))
     for i, part in enumerate(micro_batches):
         batch = part.inputs.to(run.device), part.targets.to(run.device)
-        weight = torch.tensor(part.weight, device=run.device)
+        weight = torch.full((), part.weight, device=run.device)
         # Until the last micro-batch, gradients add up on each rank and are not reduced. A graph
         # always reduces them.
         is_last = i == len(micro_batches) - 1

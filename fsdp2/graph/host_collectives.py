@@ -92,7 +92,7 @@ class HostCollectives:
             return transport.all_gather(plan, group.gather_tags[self._index]), out
         tag = group.reduce_tags[self._index]
         numel, dtype = self.result_of(use)
-        out = torch.empty(numel, dtype=dtype)
+        out = torch.empty(numel, dtype=dtype, device=self.bucket.device)
         if use == ALL_REDUCE:
             [sums] = tensors
             assert sums is not None
@@ -175,7 +175,7 @@ def _start(tensors: Tensors, use: str, number: int, after: Tensor | None = None)
         collectives.in_flight[use].append(collectives.begin(use, tensors))
     except RuntimeError as error:
         collectives.reraise(use, error)
-    return torch.empty((), dtype=torch.int64)
+    return torch.empty((), dtype=torch.int64, device="cpu")  # whatever default users have set
 
 
 def _wait(
