@@ -175,7 +175,7 @@ def _start(tensors: Tensors, use: str, number: int, after: Tensor | None = None)
         collectives.in_flight[use].append(collectives.begin(use, tensors))
     except RuntimeError as error:
         collectives.reraise(use, error)
-    return torch.empty((), dtype=torch.int64, device="cpu")  # whatever default users have set
+    return torch.empty((), dtype=torch.int64, device="cpu")
 
 
 def _wait(

@@ -448,18 +448,6 @@ def test_other_results_and_arguments() -> None:
     assert step.num_graphs == 2
 
 
-@distributed(2)
-def test_a_default_device_changes_nothing() -> None:
-    eager, graph = twins(MLP)
-    step = compile_step(graph, MLP.loss, backend="aot_eager")
-    for i in range(2):
-        batch = batches(MLP)(i)
-        MLP.loss(eager, *batch).backward()
-        with torch.device("meta") if i else nullcontext():
-            step(*batch)
-    assert_equal_state(eager, graph, bitwise=True)
-
-
 class Holder(nn.Module):
     """Parameters that no unit manages beside units, and a buffer that forward writes."""
 
