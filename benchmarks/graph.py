@@ -44,9 +44,12 @@ from fsdp2.graph import compile_step
 from fsdp2.transports.host.exchange import Exchange
 
 from . import machine, models
+from .host_ranks import ratios
 from .models import LMConfig, StackConfig, lm_loss
 from .ranks import progress, run_ranks
 from .report import row, write_readme, write_record
+from .scale.counting import counting
+from .scale.curves import Counted
 from .simple_fsdp import compiled, simple_fsdp
 
 EAGER, BLOCKS, GRAPH = "eager", "compiled blocks", "compile_step"
@@ -193,25 +196,14 @@ def measure_alone(name: str) -> dict[str, Any]:
     model.zero_grad()
     peaks = []
     for _ in range(5):
-        before = reset_peak()
-        step()
-        peaks.append(status_bytes("VmHWM") - before)
+        counted: Counted = {}
+        with counting(counted):
+            step()
+        peaks.append(counted["peak bytes"])
         model.zero_grad()
     with Collectives() as collectives:
         step()
     return {"first_s": first_s, "peak_bytes": min(peaks), "collectives": collectives.number}
-
-
-def reset_peak() -> int:
-    """Let the kernel measure the peak anew; returns the resident bytes of now (proc(5))."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return status_bytes("VmRSS")
-
-
-def status_bytes(key: str) -> int:
-    """A number of /proc/self/status."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
 class Collectives:
@@ -287,9 +279,8 @@ def ratio_cell(results: dict[str, dict[str, Any]], name: str) -> str:
     """The time of a variant in units of eager's, taken within rounds, with its range."""
     if name not in results:
         return "-"
-    pairs = zip(results[name]["rounds_s"], results[EAGER]["rounds_s"], strict=True)
-    ratios = sorted(own / eager for own, eager in pairs)
-    return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+    found = ratios(results[name]["rounds_s"], results[EAGER]["rounds_s"])
+    return f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
 
 
 def describe(record: dict[str, Any]) -> str:
