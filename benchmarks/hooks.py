@@ -19,11 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-import fsdp2
-
 from .models import Stack, StackConfig
 from .ranks import progress
-from .variants import OURS, Variant, build, local_part
+from .variants import Variant, build, local_part
 
 WARM_UP_STEPS = 5
 
@@ -45,8 +43,7 @@ def measure(names: list[str], config: StackConfig, rounds: int, iters: int) -> d
 
     Returns:
         For each variant, a list per round: `rounds_s`, wall times of forward and backward,
-        `cpu_rounds_s`, CPU times of the same, and `optimizer_rounds_s`, of the AdamW step; for
-        fsdp2 also `local_rounds_s` and `flat_rounds_s`, of that step on local and on flat tensors.
+        `cpu_rounds_s`, CPU times of the same, and `optimizer_rounds_s`, of the AdamW step.
     """
     torch.set_flush_denormal(True)  # what a fake reduce-scatter leaves behind may be denormal
     runs = []
@@ -68,7 +65,6 @@ def measure(names: list[str], config: StackConfig, rounds: int, iters: int) -> d
             "rounds_s": run.rounds_s,
             "cpu_rounds_s": run.cpu_rounds_s,
             "optimizer_rounds_s": run.optimizer_rounds_s,
-            **run.other_rounds_s,
         }
         for run in runs
     }
@@ -80,44 +76,33 @@ class Run:
     def __init__(self, variant: Variant, config: StackConfig) -> None:
         self.variant = variant
         self.optimizer = torch.optim.AdamW(variant.model.parameters(), lr=1e-6)
-        self.others: dict[str, torch.optim.Optimizer] = {}
-        if variant.name == OURS:
-            for key, wrap in (
-                ("local_rounds_s", fsdp2.optim.local_step),
-                ("flat_rounds_s", fsdp2.optim.flat_step),
-            ):
-                self.others[key] = wrap(torch.optim.AdamW(variant.model.parameters(), lr=1e-6))
         self.x = torch.randn(1, 4, config.width)
         self.rounds_s: list[list[float]] = []
         self.cpu_rounds_s: list[list[float]] = []
         self.optimizer_rounds_s: list[list[float]] = []
-        self.other_rounds_s: dict[str, list[list[float]]] = {key: [] for key in self.others}
 
     def forward_backward(self) -> None:
         """What is timed."""
         self.variant.model(self.x).sum().backward()
 
-    def step(self) -> tuple[float, ...]:
-        """One step; wall and CPU seconds of forward and backward, and of all optimizers."""
+    def step(self) -> tuple[float, float, float]:
+        """One step: wall and CPU seconds of forward and backward, and seconds of the optimizer."""
         self.optimizer.zero_grad()
         wall_s, cpu_s = time.perf_counter(), time.process_time()
         self.forward_backward()
         wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
         for gradient in self.variant.local_gradients():
             gradient.zero_()  # never written in a fake reduce-scatter: keep the weights finite
-        optimizers = self.optimizer, *self.others.values()
-        return wall_s, cpu_s, *(seconds_of(optimizer.step) for optimizer in optimizers)
+        return wall_s, cpu_s, seconds_of(self.optimizer.step)
 
     def one_round(self, iters: int) -> None:
         """Times some steps; checks that they left gradients."""
         gc.collect()
         steps = [self.step() for _ in range(iters)]
-        walls, cpus, optimizers, *others = map(list, zip(*steps, strict=True))
+        walls, cpus, optimizers = map(list, zip(*steps, strict=True))
         self.rounds_s.append(walls)
         self.cpu_rounds_s.append(cpus)
         self.optimizer_rounds_s.append(optimizers)
-        for rounds, seconds in zip(self.other_rounds_s.values(), others, strict=True):
-            rounds.append(seconds)
         check_gradients(self.variant)
 
 

@@ -36,9 +36,7 @@ LIMITS = {
     "LM forward+backward, bf16": "casts of shards, and bytes as in fp32",
     "2-D": "half of the work is DTensor's operators, the same in both libraries",
     "hook time": "Python frames, operators, first touch of memory",
-    "AdamW step of that stack": "DTensor's dispatch, which `local_step` and `flat_step` avoid",
-    "the same, fsdp2.optim.local_step": "an operator for each parameter, as without sharding",
-    "the same, fsdp2.optim.flat_step": "looking at the `.grad` of every parameter",
+    "AdamW step of that stack": "looking at the `.grad` and the state of every parameter",
     "peak memory": "one unit gathered ahead, and one whose gradients are on their way",
     "held between steps": "nothing is held",
     "copied outside": "small parameters, which are packed",
@@ -56,7 +54,6 @@ def rows_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if OURS not in values or not peers or title.startswith(SECONDARY):
                 continue
             best = min(peers, key=lambda name: peers[name])
-            title = title.replace("the same, ", "AdamW step of that stack, ")
             rows.append({
                 "title": title,
                 "unit": figure["unit"],

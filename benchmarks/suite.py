@@ -162,16 +162,6 @@ def run_hooks(settings: Settings) -> Answer:
         timed_figure("forward+backward of that stack", "ms", steps, 1e3),
         timed_figure("AdamW step of that stack", "ms", optimizer, 1e3),
     ]
-    if OURS in results:
-        # Ours on local tensors, beside the same steps of the others over whatever they have.
-        for kind in ("local", "flat"):
-            own = {**optimizer, OURS: round_medians(results[OURS][f"{kind}_rounds_s"])}
-            figures.append(timed_figure(f"the same, fsdp2.optim.{kind}_step", "ms", own, 1e3))
-            for other in ("plain", "FSDP1"):
-                if other in own:
-                    figures[-1][f"to_{other}"] = statistics.median(
-                        ours / its for ours, its in zip(own[OURS], own[other], strict=True)
-                    )
     return {"fp32": results}, figures
 
 

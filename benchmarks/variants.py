@@ -125,10 +125,15 @@ def build_fsdp1(model: nn.Module, bf16: bool) -> nn.Module:
         )
 
 
-def use_best_settings(model: nn.Module) -> None:
-    """Turns on what torch's FSDP2 offers for speed and this version of torch has."""
+def use_best_settings(model: nn.Module, kinds: tuple[type[nn.Module], ...] = (Block,)) -> None:
+    """Turns on what torch's FSDP2 offers for speed and this version of torch has.
+
+    Args:
+        model: its root unit.
+        kinds: classes of its other units, which run in the order of the modules.
+    """
     assert isinstance(model, torch_fsdp.FSDPModule)
-    blocks: list[Any] = [m for m in model.modules() if isinstance(m, Block)]
+    blocks: list[Any] = [m for m in model.modules() if isinstance(m, kinds)]
     units: list[Any] = [model, *blocks]
     for unit, following in pairwise(units):
         unit.set_modules_to_forward_prefetch([following])

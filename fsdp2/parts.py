@@ -5,7 +5,7 @@ The kernel knows none of them: each registers itself where it is imported.
 
 from torch import nn
 
-from .api import comm_settings, library_methods, no_sync, torch_errors
+from .api import comm_settings, default_step, library_methods, no_sync, torch_errors
 from .api.module import add_methods
 from .features import (
     deferred_weight_grads,
@@ -46,7 +46,7 @@ PARTS = (
     inplace_inputs,
     transforms,
     *(first_forward, initial_values, gathered_writes, optimizer_checks, requested_gradients),
-    *(lost_writes, unwritten, library_methods, torch_errors),
+    *(lost_writes, unwritten, library_methods, default_step, torch_errors),
 )
 registry.arrange([module.__name__ for module in PARTS])
 

@@ -34,7 +34,7 @@ class Patch:
 
     Attributes:
         owner: the class or module that has them, as a dotted path.
-        names: of the attributes.
+        names: of the attributes; ``Class.name`` if the owner is a module with several classes.
         when: the first call that does.
         reason: what for.
         cost: to calls that are not about sharded parameters.
@@ -116,6 +116,18 @@ PATCHES = (
         "a look at each parameter",
         "the next step raises torch's error about mixed tensors, or about sizes; state of shards "
         "loads as ever",
+    ),
+    Patch(
+        "torch.optim",
+        (
+            *("ASGD.step", "Adadelta.step", "Adagrad.step", "AdamW.step", "Adam.step"),
+            *("Adamax.step", "NAdam.step", "RAdam.step", "RMSprop.step", "Rprop.step", "SGD.step"),
+        ),
+        _SHARD,
+        "steps on the local shards of sharded parameters; `fsdp2.optim.dtensor_step` of an "
+        "optimizer turns it off",
+        "two Python calls",
+        "these steps take several times as long, with the same results",
     ),
     Patch(
         "torch.autograd.graph",
@@ -205,9 +217,9 @@ def replace(path: str, make: Callable[[Any], Any]) -> None:
     patch = _PATCH_OF[path]
     if path in _replaced or not patches_torch():
         return
-    name = path.rpartition(".")[2]
+    owner_path, _, name = path.rpartition(".")
     try:
-        owner = pkgutil.resolve_name(patch.owner)
+        owner = pkgutil.resolve_name(owner_path)
     except (ImportError, AttributeError):
         return  # a torch without that private module
     before = getattr(owner, name, None)

@@ -10,6 +10,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from ..common.torch_patches import patches_torch
 from ..render.text import plain_table, plural, show_bytes
 
 
@@ -207,6 +208,11 @@ class Explanation:
             if by_hand
             else "Prefetch: next unit of the last forward; reverse order in backward"
         )
+        if patches_torch():
+            lines.append(
+                "Optimizers of torch.optim that are elementwise step on local shards "
+                "(fsdp2.optim.dtensor_step turns it off)"
+            )
         lines.append(
             f"Order of the last forward: {_joined(list(self.order))}"
             if self.order

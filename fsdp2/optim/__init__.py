@@ -9,7 +9,7 @@ from ..common import torch_private as torch_private  # isort: split
 from .exchange import Layout
 from .flat import flat_step
 from .in_backward import step_in_backward
-from .local import local_step
+from .local import dtensor_step, local_step
 from .muon import Muon, orthogonalize
 from .norms import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from .quantized import block_rows
@@ -23,6 +23,7 @@ __all__ = [
     "block_rows",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
+    "dtensor_step",
     "flat_step",
     "get_total_norm",
     "local_step",

@@ -30,6 +30,9 @@ Signature = tuple[Any, ...]
 spec_of, local_of = attrgetter("_spec"), attrgetter("_local_tensor")
 # What torch keeps in the ``__dict__`` of a DTensor.
 OWN = {"_local_tensor", "_spec"}
+# A flat tensor of more would not stay in the cache of a core from one operation to the next, and
+# what a step allocates for its results would be larger.
+MERGED_BYTES = 512 * 1024
 _kind_of = attrgetter("__class__", "dtype", "device")
 
 
@@ -92,10 +95,14 @@ class FlatPiece:
     def numel(self) -> int:
         return self.local.numel()
 
+    @property
+    def end(self) -> int:
+        return self.address + self.local.nbytes
+
     def follows(self, other: FlatPiece) -> bool:
         """Whether it lies right behind another piece, with its gradient."""
         ends = (
-            other.address + other.local.nbytes,
+            other.end,
             other.grad_address + other.numel * other.grad_dtype.itemsize,
         )
         return (self.address, self.grad_address) == ends and self.signature == other.signature
@@ -233,7 +240,12 @@ def find_blocks(
     chains: list[list[FlatPiece]] = []
     for piece in sorted((p for p in pieces if p.numel), key=lambda p: p.address):
         last = chains[-1][-1] if chains else None
-        if last and history.may_join(last.param, piece.param) and piece.follows(last):
+        if (
+            last
+            and history.may_join(last.param, piece.param)
+            and piece.follows(last)
+            and piece.end - chains[-1][0].address <= MERGED_BYTES
+        ):
             chains[-1].append(piece)
         else:
             chains.append([piece])

@@ -42,20 +42,17 @@ class Numbers:
             run.seen[key] = self.of_runs[i]
         for i, param in enumerate(chain.from_iterable(run.params for run in runs)):
             state[param][key] = self.of_params[i]
-        self.note()
-
-    def note(self) -> None:
-        self.versions = self.of_runs._version, self.of_params._version
+        self._version = self.of_params._version
 
     def is_current(self) -> bool:
         """Whether only the optimizer has written since."""
-        return self.of_params._version == self.versions[1]
+        return self.of_params._version == self._version
 
     def update(self) -> None:
         """Give the parameters the numbers of their runs."""
-        if self.of_runs._version != self.versions[0]:
-            torch.index_select(self.of_runs, 0, self.index, out=self.of_params)
-            self.note()
+        # In every step: under a dispatch mode, foreach operators do not count as writes.
+        torch.index_select(self.of_runs, 0, self.index, out=self.of_params)
+        self._version = self.of_params._version
 
 
 class FlatPlan:

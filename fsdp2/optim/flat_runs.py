@@ -21,15 +21,14 @@ from torch.distributed.tensor import DTensor
 
 from ..dtensor.memory import at_address, packs, with_own_storage
 from ..dtensor.parts import laid_out_like, local_part, placed_like
-from .flat_blocks import OWN, FlatBlock, FlatPiece, History, Signature, find_blocks
+from .flat_blocks import MERGED_BYTES, OWN, FlatBlock, FlatPiece, History, Signature, find_blocks
 from .local import not_elementwise
 from .values import NUMBERS, is_container, map_tensors
 
 State = dict[Tensor, Any]
 CONSTANTS = (*NUMBERS, type(None), str)
-# Blocks up to this size are copied together, into tensors of up to MERGED_BYTES.
+# Blocks up to this size are copied together, into tensors of up to `MERGED_BYTES`.
 SMALL_BYTES = 32 * 1024
-MERGED_BYTES = 512 * 1024
 
 
 class Copies:

@@ -68,6 +68,36 @@ def local_step(optimizer: T, *, elementwise: bool = False) -> T:
     return step_with(optimizer, "local_step", "Local", _run, trials, WHY_NOT_DIFFERENTIABLE)
 
 
+def dtensor_step(optimizer: T) -> T:
+    """Make ``optimizer.step()`` run over DTensors, as in torch's FSDP2.
+
+    By default torch's own elementwise optimizers (Adam, AdamW, SGD and others) step on local shards
+    if all of their parameters are those of `fully_shard`. The results are the same, bit for bit.
+    This turns it off for one optimizer, for example to see DTensor's operators in a trace.
+
+    Args:
+        optimizer: changed in place: its class becomes a subclass of its class.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        TypeError, ValueError: if its step cannot be replaced, as for `local_step`.
+
+    Example:
+        >>> optimizer = fsdp2.optim.dtensor_step(torch.optim.AdamW(model.parameters()))
+        >>> optimizer.step()
+    """
+    if not steps_with(optimizer, _run_raw):
+        check_optimizer(optimizer, "dtensor_step")
+        replace_step(optimizer, "DTensor", _run_raw, "dtensor_step")
+    return optimizer
+
+
+def _run_raw(optimizer: Any, raw: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return raw(optimizer, *args, **kwargs)
+
+
 # Of optimizers that see plain tensors in their step.
 WHY_NOT_DIFFERENTIABLE = (
     "A differentiable optimizer cannot step on local tensors: its graph would not lead to the "
@@ -149,7 +179,7 @@ def step_in(
     for trial in vars(optimizer).get(KEPT, {}).get("trials", ()):
         trial.check(optimizer, raw, closure is not None)  # does something if the options changed
     view = vars(optimizer).get("_local_view")
-    if view is None:
+    if type(view) is not kind:
         view = vars(optimizer)["_local_view"] = kind(optimizer)
     if closure is not None:
         with_dtensors = closure

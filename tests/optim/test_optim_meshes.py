@@ -56,8 +56,7 @@ def test_five_steps_are_those_of_one_process(name: str, way: str, local: bool) -
     model, plain = pair_on_two_meshes()
     optimizer = make(model.parameters(), **options, **WAYS[way])
     reference = make(plain.parameters(), **options, foreach=False)
-    if local:
-        optimizer = fsdp2.optim.local_step(optimizer)
+    optimizer = (fsdp2.optim.local_step if local else fsdp2.optim.dtensor_step)(optimizer)
     for step in range(5):
         run_both(MLP, model, plain, step)
         expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)

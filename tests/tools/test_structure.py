@@ -85,7 +85,7 @@ def test_sharding_and_a_first_step_enter_few_files_and_functions(
 ) -> None:
     # With `api/torch_errors.py` and `common/torch_patches.py`, which are entered once in a process.
     # Each part is asked once whether it has anything to do in the tree.
-    assert len(measured[FIRST].files) <= 63 + OLDER_TORCH
+    assert len(measured[FIRST].files) <= 64 + OLDER_TORCH
     assert len(measured[FIRST].functions) <= 396
 
 
@@ -93,13 +93,13 @@ def test_a_steady_step_enters_few_files_and_functions(measured: dict[str, Entere
     # `zero_grad` is a part of the step, and frees what it drops. The root asks once whether it is
     # in `functional_call`.
     assert len(measured[STEADY].files) <= 21 + OLDER_TORCH
-    assert len(measured[STEADY].functions) <= 133 + OLDER_TORCH
-    assert len(measured[STEADY].calls) <= 443 + 14 * OLDER_TORCH
+    assert len(measured[STEADY].functions) <= 132 + OLDER_TORCH
+    assert len(measured[STEADY].calls) <= 442 + 14 * OLDER_TORCH
 
 
 def test_a_steady_step_has_few_branch_points(measured: dict[str, Entered]) -> None:
     # (torch's FSDP2 has 331.)
-    assert structure.branch_points(structure.PACKAGE, measured[STEADY]) <= 523 + 20 * OLDER_TORCH
+    assert structure.branch_points(structure.PACKAGE, measured[STEADY]) <= 519 + 20 * OLDER_TORCH
 
 
 def test_the_classes_of_a_step_have_few_fields() -> None:

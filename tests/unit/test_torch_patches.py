@@ -205,11 +205,17 @@ from torch.nn.utils import clip_grad  # what the package would import anyway
 import torch.distributed.fsdp._fully_shard._fsdp_init
 import torch.distributed.tensor._redistribute
 
+def without_hooks(value):  # around a step, which torch puts there
+    hooked = type(value) is types.FunctionType and "hooked" in vars(value)
+    return value.__wrapped__ if hooked else value
+
 def at(path):
     owner, _, name = path.rpartition(".")
-    return vars(pkgutil.resolve_name(owner)).get(name)
+    owner = pkgutil.resolve_name(owner)
+    return without_hooks(vars(owner).get(name) or getattr(owner, name, None))
 
 def is_ours(value):
+    value = without_hooks(value)
     value = value.func if type(value) is functools.partial else value
     if type(value) is types.FunctionType:
         return value.__globals__.get("__name__", "").startswith("fsdp2.")
