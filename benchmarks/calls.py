@@ -39,14 +39,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
+from . import machine
 from .hooks import WARM_UP_STEPS, make_stack
 from .models import StackConfig
 from .ranks import progress
+from .report import write_readme
 from .structure import make_group
 from .variants import BASELINE, OURS, Variant, build
 
 PLAIN, FSDP1 = "plain", "FSDP1"
 DEPTHS = 2, 6
+BEGIN, END = "<!-- calls:begin -->", "<!-- calls:end -->"
 OPERATORS = ("aten::", "c10d::", "fsdp::")
 
 
@@ -255,6 +258,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="what a unit adds to a step, counted")
     parser.add_argument("--functions", action="store_true", help="list what fsdp2 calls")
     parser.add_argument("--instructions", action="store_true", help="count them with callgrind")
+    parser.add_argument("--write-docs", action="store_true", help="table in docs/performance.md")
     parser.add_argument("--one-step", nargs=2, metavar=("NAME", "DEPTH"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -263,10 +267,15 @@ def main() -> None:
         return
     table = rows([BASELINE, FSDP1, OURS], with_instructions=options.instructions)
     measures = list(table[OURS])
-    print(f"| a unit adds | {' | '.join(measures)} |")
-    print("| --- |" + " ---: |" * len(measures))
+    lines = [f"| a unit adds | {' | '.join(measures)} |", "| --- |" + " ---: |" * len(measures)]
     for name, cells in table.items():
-        print(f"| {name} | {' | '.join(cells[each] for each in measures)} |")
+        lines.append(f"| {name} | {' | '.join(cells[each] for each in measures)} |")
+    about = machine.describe()
+    what = f"{about['machine']['cpu']}; torch {about['versions']['torch']}; {about['date'][:10]}"
+    text = "\n".join([f"{what}.", "", *lines])
+    print(text)
+    if options.write_docs:
+        write_readme(machine.REPOSITORY / "docs" / "performance.md", text, BEGIN, END)
     if options.functions:
         ours = measure_alone([OURS])[OURS]
         kinds = {"Python": ours.python, "bytecodes": ours.bytecodes, "C": ours.c}

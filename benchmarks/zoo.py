@@ -46,7 +46,7 @@ from .report import write_readme
 from .steps import mean_over_ranks
 from .transport import around_waits
 from .variants import BEST_BASELINE, OURS, Variant, average_gradients, use_best_settings
-from .zoo_models import Entry, entries
+from .zoo_models import ENTRIES, Entry
 
 PLAIN, DDP = "plain", "DDP"
 BEGIN, END = "<!-- zoo:begin -->", "<!-- zoo:end -->"
@@ -95,9 +95,9 @@ QUICK = "2 ranks"
 def build(name: str, entry: Entry, setting: Setting) -> Variant:
     """A variant of the model of ``entry``, from the same initial weights at every call."""
     torch.manual_seed(0)
-    model = entry.model()
+    model, units = entry.model(), entry.units()
     if setting.checkpointing:
-        apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, entry.units))
+        apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, units))
     if name == PLAIN:
         return Variant(name, model, sharded=False, averages=False)
     if name == DDP:
@@ -115,11 +115,11 @@ def build(name: str, entry: Entry, setting: Setting) -> Variant:
     shard = partial(library.fully_shard, mesh=mesh, mp_policy=policy)
     options = {} if setting.reshard else {"reshard_after_forward": False}
     for module in list(model.modules()):
-        if isinstance(module, entry.units):
+        if isinstance(module, units):
             shard(module, **options)
     shard(model, **options)
     if name == BEST_BASELINE:
-        use_best_settings(model, entry.units)
+        use_best_settings(model, units)
     return Variant(name, model, sharded=True, averages=True)
 
 
@@ -129,7 +129,7 @@ class Run:
     def __init__(self, variant: Variant, entry: Entry, setting: Setting) -> None:
         self.variant, self.entry, self.setting = variant, entry, setting
         trained = [p for p in variant.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.SGD(trained, lr=1e-2)
+        self.optimizer = torch.optim.SGD(trained, lr=1e-3)
         torch.manual_seed(1 + dist.get_rank())
         self.batches = [entry.batch() for _ in range(setting.accumulation)]
         self.rounds_s: list[list[float]] = []
@@ -185,7 +185,7 @@ class _Unsynced:
 
 def measure(model: str, setting: dict[str, Any], rounds: int, iters: int) -> dict[str, Any]:
     """One cell: what is measured of each variant, on this rank."""
-    entry, how = entries()[model], Setting(**setting)
+    entry, how = ENTRIES[model], Setting(**setting)
     names = [BEST_BASELINE, OURS, *([DDP] if not how.bf16 and not how.hybrid else [])]
     runs = {name: Run(build(name, entry, how), entry, how) for name in names}
     losses = {name: loss_of(run) for name, run in runs.items()}
@@ -266,6 +266,16 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def describe(record: dict[str, Any]) -> str:
+    """A sentence on what was measured."""
+    about = record["machine"]
+    return (
+        f"{about['cpu']}, {about['cores']} cores; torch {record['versions']['torch']}; "
+        f"{record['date'][:10]}, commit {(record['commit'] or 'none')[:12]}. Time / peak memory of "
+        "fsdp2, each in units of torch's FSDP2 with its best settings."
+    )
+
+
 def run(models: list[str], settings: list[str], rounds: int, iters: int) -> dict[str, Any]:
     """The record of the measure, ready for JSON."""
     cells: dict[str, dict[str, Any]] = {}
@@ -288,7 +298,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs what the command line says; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.zoo", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    known = list(entries())
+    known = list(ENTRIES)
     parser.add_argument("--models", nargs="+", default=known, choices=known, metavar="NAME")
     parser.add_argument(
         "--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS), metavar="NAME"
@@ -308,10 +318,10 @@ def main(arguments: list[str] | None = None) -> int:
         record = run(options.models, options.settings, options.rounds, options.iters)
         write_record(record, options.output)
     record = json.loads((options.output / "zoo.json").read_text())
-    print(table(record))
+    text = f"{describe(record)}\n\n{table(record)}"
+    print(text)
     if options.write_docs:
-        page = machine.REPOSITORY / "docs" / "performance.md"
-        write_readme(page, table(record), BEGIN, END)
+        write_readme(machine.REPOSITORY / "docs" / "performance.md", text, BEGIN, END)
     return 0
 
 

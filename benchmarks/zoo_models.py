@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .families import FAMILIES, ExpertBlock
-from .models import LM, Block, LMConfig, lm_loss
+from .models import LM, Block, LMConfig
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Entry:
         model: makes it.
         batch: makes the arguments of forward, with the random generator of the moment.
         loss: of the model's output.
-        units: classes of the modules that are units; the rest is the root unit.
+        units: returns the classes of the modules that are units; the rest is the root unit.
     """
 
     model: Callable[[], nn.Module]
     batch: Callable[[], tuple[Tensor, ...]]
     loss: Callable[[Any], Tensor]
-    units: tuple[type[nn.Module], ...]
+    units: Callable[[], tuple[type[nn.Module], ...]]
 
 
 class UNetLevel(nn.Module):
@@ -100,12 +100,22 @@ def _lora() -> nn.Module:
     return get_peft_model(model, config)
 
 
-def _classes() -> dict[str, tuple[type[nn.Module], ...]]:
+def _bottleneck() -> tuple[type[nn.Module], ...]:
     from torchvision.models.resnet import Bottleneck
+
+    return (Bottleneck,)
+
+
+def _encoder_block() -> tuple[type[nn.Module], ...]:
     from torchvision.models.vision_transformer import EncoderBlock
+
+    return (EncoderBlock,)
+
+
+def _bert_layer() -> tuple[type[nn.Module], ...]:
     from transformers.models.bert.modeling_bert import BertLayer
 
-    return {"ResNet-50": (Bottleneck,), "ViT-B/16": (EncoderBlock,), "BERT": (BertLayer,)}
+    return (BertLayer,)
 
 
 def _images(number: int, size: int) -> tuple[Tensor]:
@@ -116,32 +126,30 @@ def _tokens(vocab: int, batch: int, length: int) -> tuple[Tensor]:
     return (torch.randint(vocab, (batch, length)),)
 
 
-def _first_class(logits: Tensor) -> Tensor:
-    return F.cross_entropy(logits.float(), torch.zeros(len(logits), dtype=torch.long))
+def _class_loss(output: Any) -> Tensor:
+    """Cross-entropy of logits (..., classes) for classes that look random."""
+    logits = (output if isinstance(output, Tensor) else output.logits).flatten(0, -2)
+    targets = torch.arange(len(logits)) * 7919 % logits.shape[-1]
+    return F.cross_entropy(logits.float(), targets)
 
 
-def _first_token(output: Any) -> Tensor:
-    logits = output if isinstance(output, Tensor) else output.logits
-    return lm_loss(logits, torch.zeros(logits.shape[:-1], dtype=torch.long))
-
-
-def entries() -> dict[str, Entry]:
-    """The models by name."""
-    units = _classes()
-    recurrent, recommender, experts = (
-        FAMILIES[name] for name in ("recurrent", "recommender", "experts")
-    )
-    return {
-        "ResNet-50": Entry(_resnet50, lambda: _images(4, 48), _first_class, units["ResNet-50"]),
-        "ViT-B/16": Entry(_vit_b_16, lambda: _images(2, 64), _first_class, units["ViT-B/16"]),
-        "BERT": Entry(_bert, lambda: _tokens(8000, 2, 48), _first_token, units["BERT"]),
-        "experts": Entry(experts.model, experts.batch, experts.loss, (ExpertBlock,)),
-        "LoRA": Entry(_lora, lambda: _tokens(4096, 2, 64), _first_token, (Block,)),
-        "U-Net": Entry(
-            UNet, lambda: _images(2, 32), lambda out: out.float().square().mean(), (UNetLevel,)
-        ),
-        "recommender": Entry(
-            recommender.model, recommender.batch, recommender.loss, (nn.Embedding,)
-        ),
-        "LSTM": Entry(recurrent.model, recurrent.batch, recurrent.loss, (nn.LSTM,)),
-    }
+_EXPERTS, _RECURRENT, _RECOMMENDER = (
+    FAMILIES[name] for name in ("experts", "recurrent", "recommender")
+)
+ENTRIES = {
+    "ResNet-50": Entry(_resnet50, lambda: _images(4, 48), _class_loss, _bottleneck),
+    "ViT-B/16": Entry(_vit_b_16, lambda: _images(2, 64), _class_loss, _encoder_block),
+    "BERT": Entry(_bert, lambda: _tokens(8000, 2, 48), _class_loss, _bert_layer),
+    "experts": Entry(_EXPERTS.model, _EXPERTS.batch, _class_loss, lambda: (ExpertBlock,)),
+    "LoRA": Entry(_lora, lambda: _tokens(4096, 2, 64), _class_loss, lambda: (Block,)),
+    "U-Net": Entry(
+        UNet,
+        lambda: _images(2, 32),
+        lambda out: out.float().square().mean(),
+        lambda: (UNetLevel,),
+    ),
+    "recommender": Entry(
+        _RECOMMENDER.model, _RECOMMENDER.batch, _RECOMMENDER.loss, lambda: (nn.Embedding,)
+    ),
+    "LSTM": Entry(_RECURRENT.model, _RECURRENT.batch, _class_loss, lambda: (nn.LSTM,)),
+}

@@ -5,6 +5,7 @@ They are what was measured when they were set. Whoever needs more says in the co
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 
@@ -34,6 +35,9 @@ def test_a_unit_adds_few_calls_and_operators(measured: dict[str, Counts]) -> Non
     # 23 of them tell events that no part hears.
     assert ours.c.total() <= 167, ours.c.most_common(40)
     assert ours.operators.total() <= 70, ours.operators
+    assert ours.allocations["number"] <= 5, ours.allocations
+    if sys.version_info[:2] == (3, 11):  # each Python has bytecodes of its own
+        assert ours.bytecodes.total() <= 6400, ours.bytecodes.most_common(40)
 
 
 def test_nothing_is_called_for_each_parameter(measured: dict[str, Counts]) -> None:
