@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy
 from fsdp2.api.shard_model import shard_model
+from fsdp2.optim import dtensor_step
 from fsdp2.planning import Sharding, Workload, estimate
 from fsdp2.planning.trace.checkpointing import apply_checkpointing
 from fsdp2.planning.workload import default_checkpoint_modules
@@ -281,9 +282,10 @@ def _shard(model: nn.Module, case: Case, mesh: Any) -> None:
 
 
 def _optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:
+    # Of a step on each parameter, as by default on accelerators: see docs/optimizers.md.
     if case.optimizer == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        return dtensor_step(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    return dtensor_step(torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9))
 
 
 def _train(

@@ -78,19 +78,19 @@ _sharded: WeakKeyDictionary[Optimizer, list[Tensor]] = WeakKeyDictionary()
 
 
 def _step_locally(optimizer: Any, raw: Callable[..., Any], closure: Any) -> Any:
-    from ..optim.flat import FlatView
+    from ..optim.flat import InPlaceView
     from ..optim.local import LocalView, step_in
 
-    return step_in(FlatView if _may_be_flat(optimizer) else LocalView, optimizer, raw, closure)
+    return step_in(InPlaceView if _may_be_flat(optimizer) else LocalView, optimizer, raw, closure)
 
 
 def _may_be_flat(optimizer: Optimizer) -> bool:
-    # On the CPU, some kernels round the last elements of a tensor, which do not fill a vector
-    # register, differently from the rest: the fused ones, and `add(alpha=)` of 16 bits.
-    params = _sharded[optimizer]
-    return params[0].device.type != "cpu" or (
-        not any(group.get("fused") for group in optimizer.param_groups)
-        and all(param.itemsize >= 4 for param in params)
+    # Some kernels of the CPU round the last elements of a tensor, which do not fill a vector
+    # register, differently from the rest: the fused ones, and `add(alpha=)` of 16 bits. On an
+    # accelerator foreach kernels are the default, and to find flat tensors reads numbers from it,
+    # for which the host would wait.
+    return not any(group.get("fused") for group in optimizer.param_groups) and all(
+        param.device.type == "cpu" and param.itemsize >= 4 for param in _sharded[optimizer]
     )
 
 

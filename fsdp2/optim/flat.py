@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from operator import is_
 from typing import Any, TypeVar
 
@@ -100,10 +101,12 @@ def _run(
 class FlatView(LocalView):
     """Shows an optimizer flat tensors between `enter` and `leave`."""
 
+    joins = True  # see `History`
+
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
         self._plans: dict[int, FlatPlan] = {}  # by the index of the group
-        self._histories: defaultdict[int, History] = defaultdict(History)
+        self._histories: defaultdict[int, History] = defaultdict(partial(History, self.joins))
         self._shown_plans: list[FlatPlan] = []
         self._num_states = 0
         self._entries: tuple[list[Any], list[Any]] = ([], [])  # of the state, after the last step
@@ -192,3 +195,9 @@ class FlatView(LocalView):
             if param in state:
                 state[param] = state.pop(param)
         self._num_states = len(state)
+
+
+class InPlaceView(FlatView):
+    """Shows flat tensors over memory of the shards only: nothing is held between steps."""
+
+    joins = False

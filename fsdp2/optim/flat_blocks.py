@@ -41,6 +41,7 @@ class History:
     """What the steps so far have shown about the parameters of a group.
 
     Attributes:
+        joins: whether small blocks are copied together, which takes memory between steps.
         uses: of plans.
         misses: looks that found gradients outside of packs.
         apart: ids of parameters whose gradients were side by side by chance: blocks of their own.
@@ -50,6 +51,7 @@ class History:
             them had gradients in some step.
     """
 
+    joins: bool = True
     uses: int = 0
     misses: int = 0
     apart: set[int] = field(default_factory=set)

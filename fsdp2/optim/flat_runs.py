@@ -254,8 +254,9 @@ def find_runs(pieces: Sequence[FlatPiece], history: History) -> list[FlatRun]:
     """The runs of at least two parameters."""
     joined: dict[Signature, list[FlatBlock]] = {}
     found: list[list[FlatBlock]] = []
+    small = SMALL_BYTES if history.joins else 0
     for signature, block in find_blocks(pieces, packs(), history):
-        if block.nbytes > SMALL_BYTES or not history.alone.isdisjoint(map(id, block.params)):
+        if block.nbytes > small or not history.alone.isdisjoint(map(id, block.params)):
             found.append([block])
             continue
         blocks = joined.setdefault(signature, [])

@@ -18,6 +18,7 @@ from benchmarks.transport import KINDS, around_waits, counting_sent
 from by_keywords import estimate
 from estimate_grammar import WIDTH, Configuration, scaled
 from fsdp2 import shard_model
+from fsdp2.optim import dtensor_step
 from fsdp2.planning import estimating
 from fsdp2.planning.replay.counted_transports import _CountingExchange
 from fsdp2.planning.trace.checkpointing import apply_checkpointing
@@ -175,10 +176,12 @@ def _shard(model: Node, made: Configuration, mesh: Any) -> None:
 
 def _optimizer(model: nn.Module, made: Configuration) -> torch.optim.Optimizer:
     params = [p for p in model.parameters() if p.requires_grad]
+    # Estimates are of a step on each parameter, as by default on accelerators: on the CPU, flat
+    # tensors of small parameters take some memory in addition.
     if made.optimizer == "adamw":
-        return torch.optim.AdamW(params, lr=1e-3)
+        return dtensor_step(torch.optim.AdamW(params, lr=1e-3))
     momentum = 0.9 if made.optimizer == "momentum" else 0.0
-    return torch.optim.SGD(params, lr=1e-3, momentum=momentum)
+    return dtensor_step(torch.optim.SGD(params, lr=1e-3, momentum=momentum))
 
 
 def _train(
