@@ -103,7 +103,7 @@ def measure_alone(names: list[str]) -> dict[str, Counts]:
 
 
 def _count(name: str, num_blocks: int) -> Counts:
-    variant, step = training(name, StackConfig(width=16, hidden=32, num_blocks=num_blocks))
+    variant, step = training(name, _small(num_blocks))
     _next_step(variant)
     python, c = called_by(step)
     _next_step(variant)
@@ -122,6 +122,10 @@ def _count(name: str, num_blocks: int) -> Counts:
     sizes = [event.nbytes() for event in events if event.name() == "[memory]"]
     taken = [size for size in sizes if size > 0]
     return Counts(python, c, operators, bytecodes, Counter(number=len(taken), bytes=sum(taken)))
+
+
+def _small(num_blocks: int) -> StackConfig:
+    return StackConfig(width=16, hidden=32, num_blocks=num_blocks)
 
 
 def training(name: str, config: StackConfig) -> tuple[Variant, Callable[[], None]]:
@@ -154,16 +158,25 @@ def called_by(function: Callable[[], None]) -> tuple[Counter[str], Counter[str]]
         elif event == "c_call":
             c[argument.__qualname__] += 1
 
-    before, collects = sys.getprofile(), gc.isenabled()
+    _call_under(function, note, sys.getprofile, sys.setprofile)
+    return python, c
+
+
+def _call_under(
+    function: Callable[[], None],
+    note: Callable[[FrameType, str, Any], Any],
+    current: Callable[[], Any],
+    put: Callable[[Any], None],
+) -> None:
+    before, collects = current(), gc.isenabled()
     gc.disable()  # a collection calls finalizers, and what other tests have put in `gc.callbacks`
-    sys.setprofile(note)
+    put(note)
     try:
         function()
     finally:
-        sys.setprofile(before)
+        put(before)
         if collects:
             gc.enable()
-    return python, c
 
 
 def bytecodes_of(function: Callable[[], None]) -> Counter[str]:
@@ -176,19 +189,11 @@ def bytecodes_of(function: Callable[[], None]) -> Counter[str]:
             found[frame.f_code.co_qualname] += 1
         return trace
 
-    before, collects = sys.gettrace(), gc.isenabled()
-    gc.disable()
-    sys.settrace(trace)
-    try:
-        function()
-    finally:
-        sys.settrace(before)
-        if collects:
-            gc.enable()
+    _call_under(function, trace, sys.gettrace, sys.settrace)
     return found
 
 
-def page_faults(name: str) -> dict[str, float]:
+def page_faults(name: str) -> float:
     """Of forward and backward of the stack of `benchmarks.hooks`, the median of some steps."""
     make_group()
     variant, step = training(name, StackConfig())
@@ -198,7 +203,7 @@ def page_faults(name: str) -> dict[str, float]:
         before = getrusage(RUSAGE_SELF).ru_minflt
         step()
         faults.append(getrusage(RUSAGE_SELF).ru_minflt - before)
-    return {"faults": statistics.median(faults)}
+    return statistics.median(faults)
 
 
 def instructions(name: str) -> int:
@@ -222,8 +227,7 @@ def _instructions(name: str, depth: int) -> int:
 def one_step(name: str, depth: int) -> None:
     """A step in a process of its own, of which only the step is counted."""
     make_group()
-    config = StackConfig(width=16, hidden=32, num_blocks=depth)
-    variant, step = training(name, config)
+    variant, step = training(name, _small(depth))
     _next_step(variant)
     gc.collect()
     for change, function in (("on", step), ("off", lambda: None)):
@@ -231,10 +235,10 @@ def one_step(name: str, depth: int) -> None:
         function()
 
 
-def rows(names: list[str], *, with_instructions: bool) -> dict[str, dict[str, str]]:
+def rows(measured: dict[str, Counts], *, with_instructions: bool) -> dict[str, dict[str, str]]:
     """What a unit adds, by variant and measure."""
     found = {}
-    for name, counts in measure_alone(names).items():
+    for name, counts in measured.items():
         taken = counts.allocations
         found[name] = {
             "Python calls": f"{counts.python.total():,}",
@@ -242,7 +246,7 @@ def rows(names: list[str], *, with_instructions: bool) -> dict[str, dict[str, st
             "C calls": f"{counts.c.total():,}",
             "operators": f"{counts.operators.total():,}",
             "allocations": f"{taken['number']:,} ({taken['bytes']:,} B)",
-            "page faults, 64 x 64": f"{_alone(page_faults, name)['faults'] / 64:.1f}",
+            "page faults, 64 x 64": f"{_alone(page_faults, name) / StackConfig().num_blocks:.1f}",
         }
         if with_instructions:
             found[name]["instructions"] = f"{instructions(name):,}"
@@ -265,7 +269,8 @@ def main() -> None:
     if options.one_step:
         one_step(options.one_step[0], int(options.one_step[1]))
         return
-    table = rows([BASELINE, FSDP1, OURS], with_instructions=options.instructions)
+    measured = measure_alone([BASELINE, FSDP1, OURS])
+    table = rows(measured, with_instructions=options.instructions)
     measures = list(table[OURS])
     lines = [f"| a unit adds | {' | '.join(measures)} |", "| --- |" + " ---: |" * len(measures)]
     for name, cells in table.items():
@@ -277,7 +282,7 @@ def main() -> None:
     if options.write_docs:
         write_readme(machine.REPOSITORY / "docs" / "performance.md", text, BEGIN, END)
     if options.functions:
-        ours = measure_alone([OURS])[OURS]
+        ours = measured[OURS]
         kinds = {"Python": ours.python, "bytecodes": ours.bytecodes, "C": ours.c}
         for kind, names in {**kinds, "operators": ours.operators}.items():
             print(f"\n{kind}:")

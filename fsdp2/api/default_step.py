@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from operator import is_
+from dataclasses import dataclass
+from operator import attrgetter, is_
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -47,9 +48,12 @@ def _step_of(kind: Any, inherited: Any) -> Callable[..., Any]:
     @functools.wraps(raw)
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         # A subclass may compute anything around this step.
-        if torch.compiler.is_compiling() or type(self) is not kind or not _may_be_local(self):
+        if torch.compiler.is_compiling() or type(self) is not kind:
             return raw(self, closure)
-        return _step_locally(self, raw, closure)
+        params = _params_of(self)
+        if not params.shards or any(g["differentiable"] for g in self.param_groups):
+            return raw(self, closure)
+        return _step_locally(self, params, raw, closure)
 
     if not hooked:
         return step
@@ -59,39 +63,64 @@ def _step_of(kind: Any, inherited: Any) -> Callable[..., Any]:
     return made
 
 
-def _may_be_local(optimizer: Optimizer) -> bool:
-    groups = optimizer.param_groups
-    if any(group["differentiable"] for group in groups):
-        return False
-    params = [param for group in groups for param in group["params"]]
-    known = _sharded.get(optimizer, ())
-    if len(known) == len(params) and all(map(is_, known, params)):
-        return True
-    if not params or any(managed_param(param) is None for param in params):
-        return False
-    _sharded[optimizer] = params
-    return True
+_local_of = attrgetter("_local_tensor")
 
 
-# Optimizers of which all parameters are sharded, and these.
-_sharded: WeakKeyDictionary[Optimizer, list[Tensor]] = WeakKeyDictionary()
+@dataclass
+class _Params:
+    """The parameters of an optimizer, and what is known of them as long as they are the same.
+
+    Attributes:
+        shards: their local tensors, of which moving or casting makes others; empty if not all of
+            them are sharded by this package.
+        may_be_flat: unless the step is fused, flat tensors over them give the same bits, and the
+            host does not wait to find them.
+    """
+
+    all: list[Tensor]
+    shards: list[Tensor]
+    may_be_flat: bool
+
+    @classmethod
+    def of(cls, params: list[Tensor]) -> _Params:
+        are_sharded = all(managed_param(param) is not None for param in params)
+        shards = list(map(_local_of, params)) if are_sharded else []
+        # Some kernels of the CPU round the last elements of a tensor, which do not fill a vector
+        # register, differently from the rest: the fused ones, and `add(alpha=)` of 16 bits. On an
+        # accelerator foreach kernels are the default, and to find flat tensors reads numbers from
+        # it, for which the host would wait.
+        may_be_flat = all(shard.device.type == "cpu" and shard.itemsize >= 4 for shard in shards)
+        return cls(params, shards, may_be_flat)
+
+    def are(self, params: list[Tensor]) -> bool:
+        return (
+            len(self.all) == len(params)
+            and all(map(is_, self.all, params))
+            and (not self.shards or all(map(is_, map(_local_of, params), self.shards)))
+        )
 
 
-def _step_locally(optimizer: Any, raw: Callable[..., Any], closure: Any) -> Any:
+_known: WeakKeyDictionary[Optimizer, _Params] = WeakKeyDictionary()
+
+
+def _params_of(optimizer: Optimizer) -> _Params:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    known = _known.get(optimizer)
+    if known is not None and known.are(params):
+        return known
+    found = _known[optimizer] = _Params.of(params)
+    return found
+
+
+def _step_locally(
+    optimizer: Any, params: _Params, raw: Callable[..., Any], closure: Callable[[], Any] | None
+) -> Any:
     from ..optim.flat import InPlaceView
     from ..optim.local import LocalView, step_in
 
-    return step_in(InPlaceView if _may_be_flat(optimizer) else LocalView, optimizer, raw, closure)
-
-
-def _may_be_flat(optimizer: Optimizer) -> bool:
-    # Some kernels of the CPU round the last elements of a tensor, which do not fill a vector
-    # register, differently from the rest: the fused ones, and `add(alpha=)` of 16 bits. On an
-    # accelerator foreach kernels are the default, and to find flat tensors reads numbers from it,
-    # for which the host would wait.
-    return not any(group.get("fused") for group in optimizer.param_groups) and all(
-        param.device.type == "cpu" and param.itemsize >= 4 for param in _sharded[optimizer]
-    )
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    flat = params.may_be_flat and not fused
+    return step_in(InPlaceView if flat else LocalView, optimizer, raw, closure)
 
 
 registry.add(_DefaultSteps())

@@ -233,7 +233,7 @@ def wrap(path: str, call: Callable[..., Any]) -> None:
 
     def make(inherited: Callable[..., Any]) -> Any:
         partial = functools.partial(call, inherited)
-        if not isinstance(pkgutil.resolve_name(_PATCH_OF[path].owner), type):
+        if not isinstance(pkgutil.resolve_name(path.rpartition(".")[0]), type):
             return functools.update_wrapper(partial, inherited)
 
         @functools.wraps(inherited)

@@ -1,11 +1,10 @@
 """Optimizer steps on the local tensors of DTensors.
 
 Every operation on a DTensor passes through its dispatch, which for an optimizer's small operations
-takes several times as long as the operation itself, and torch does not choose its multi-tensor
-kernels for DTensors by default. An elementwise optimizer needs no dispatch. So while its step runs,
-the optimizer sees plain tensors instead of DTensors: in its parameter groups, their gradients, and
-its state. They share memory, so nothing is copied. Before and after the step, and in hooks and
-closures, everything is a DTensor.
+takes several times as long as the operation itself. An elementwise optimizer needs no dispatch. So
+while its step runs, the optimizer sees plain tensors instead of DTensors: in its parameter groups,
+their gradients, and its state. They share memory, so nothing is copied. Before and after the step,
+and in hooks and closures, everything is a DTensor.
 
 The plain tensors are kept from step to step. They are rebuilt if an object that they were made from
 has been replaced, for example after parameters were moved or state was loaded.
@@ -36,8 +35,7 @@ def local_step(optimizer: T, *, elementwise: bool = False) -> T:
     For optimizers that treat every element independently, as most of torch's do, in any
     implementation (for-loop, foreach, fused, capturable). This is tested by stepping on small
     parameters, whole and in parts, before anything is changed and again when the options
-    change. docs/optimizers.md lists the optimizers of several libraries. The results are the same;
-    on an accelerator torch's default becomes foreach, as it is for plain parameters.
+    change. docs/optimizers.md lists the optimizers of several libraries. The results are the same.
 
     Outside the step nothing changes: parameters, gradients and state are DTensors for
     ``state_dict``, checkpoints, schedulers, gradient scalers, step hooks and closures.
