@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import statistics
 import sys
 import time
@@ -47,7 +46,7 @@ from . import machine, models
 from .host_ranks import ratios
 from .models import LMConfig, StackConfig, lm_loss
 from .ranks import progress, run_ranks
-from .report import row, write_readme, write_record
+from .report import measured_on, row, show_table, write_record
 from .scale.counting import counting
 from .scale.curves import Counted
 from .simple_fsdp import compiled, simple_fsdp
@@ -285,11 +284,9 @@ def ratio_cell(results: dict[str, dict[str, Any]], name: str) -> str:
 
 def describe(record: dict[str, Any]) -> str:
     """A sentence on what was measured."""
-    about = record["machine"]
     return (
-        f"{about['cpu']}, {about['cores']} cores; torch {record['versions']['torch']}; "
-        f"{record['date'][:10]}, commit {(record['commit'] or 'none')[:12]}. Times and memory: "
-        f"ratios to fsdp2's eager steps. {LM.num_blocks} blocks of {LM.width}, {TOKENS} tokens."
+        f"{measured_on(record)} Times and memory: ratios to fsdp2's eager steps. "
+        f"{LM.num_blocks} blocks of {LM.width}, {TOKENS} tokens."
     )
 
 
@@ -300,12 +297,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--iters", type=int, default=8, help="steps a round (default 8)")
     parser.add_argument("--quick", action="store_true", help="three variants, few rounds")
     parser.add_argument("--only-table", action="store_true", help="print what was measured before")
-    parser.add_argument(
-        "--write-docs", action="store_true", help="put the table in docs/performance.md"
-    )
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--write-docs", action="store_true", help="table in docs/performance.md")
     results = machine.REPOSITORY / "benchmarks" / "results"
     parser.add_argument("--output", type=Path, default=results, help="folder of the record")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args(arguments)
     if options.device == "cuda":
         given = {"stack": False, "names": list(ON_GPU), "rounds": 5, "iters": 8, "device": "cuda"}
@@ -331,11 +326,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(table(record))
             return 0
         write_record(record, options.output)
-    record = json.loads((options.output / "graph.json").read_text())
-    text = f"{describe(record)}\n\n{table(record)}"
-    print(text)
-    if options.write_docs:
-        write_readme(machine.REPOSITORY / "docs" / "performance.md", text, BEGIN, END)
+    show_table(options, "graph", lambda r: f"{describe(r)}\n\n{table(r)}", BEGIN, END)
     return 0
 
 

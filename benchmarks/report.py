@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from . import machine
 from .suite import MEASURES
 from .variants import BASELINE, BEST_BASELINE, OURS, VARIANTS
 
@@ -118,3 +121,26 @@ def write_readme(path: Path, text: str, begin: str = BEGIN, end: str = END) -> N
     if not (found and closed):
         raise ReadmeError(f"{path.name} lacks {begin} and {end}")
     path.write_text(f"{before}{begin}\n{text}\n{end}{after}")
+
+
+def measured_on(record: dict[str, Any]) -> str:
+    """The machine, torch, the date and the commit of a record."""
+    about = record["machine"]
+    return (
+        f"{about['cpu']}, {about['cores']} cores; torch {record['versions']['torch']}; "
+        f"{record['date'][:10]}, commit {(record['commit'] or 'none')[:12]}."
+    )
+
+
+def show_table(
+    options: argparse.Namespace,
+    name: str,
+    text_of: Callable[[dict[str, Any]], str],
+    begin: str,
+    end: str,
+) -> None:
+    """Prints what ``text_of`` makes of the record ``name``; puts it in the docs if it is to."""
+    text = text_of(json.loads((options.output / f"{name}.json").read_text()))
+    print(text)
+    if options.write_docs:
+        write_readme(machine.REPOSITORY / "docs" / "performance.md", text, begin, end)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import time
@@ -38,11 +37,11 @@ from torch.nn.parallel import DistributedDataParallel
 import fsdp2
 
 from . import machine
-from .graph import Collectives, row, write_record
+from .graph import Collectives
 from .host_ranks import ratios
 from .ledger import Ledger
 from .ranks import progress, run_ranks
-from .report import write_readme
+from .report import measured_on, row, show_table, write_record
 from .steps import mean_over_ranks
 from .transport import around_waits
 from .variants import BEST_BASELINE, OURS, Variant, average_gradients, use_best_settings
@@ -268,10 +267,8 @@ def table(record: dict[str, Any]) -> str:
 
 def describe(record: dict[str, Any]) -> str:
     """A sentence on what was measured."""
-    about = record["machine"]
     return (
-        f"{about['cpu']}, {about['cores']} cores; torch {record['versions']['torch']}; "
-        f"{record['date'][:10]}, commit {(record['commit'] or 'none')[:12]}. Time / peak memory of "
+        f"{measured_on(record)} Time / peak memory of "
         "fsdp2, each in units of torch's FSDP2 with its best settings."
     )
 
@@ -317,11 +314,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.only_table:
         record = run(options.models, options.settings, options.rounds, options.iters)
         write_record(record, options.output)
-    record = json.loads((options.output / "zoo.json").read_text())
-    text = f"{describe(record)}\n\n{table(record)}"
-    print(text)
-    if options.write_docs:
-        write_readme(machine.REPOSITORY / "docs" / "performance.md", text, BEGIN, END)
+    show_table(options, "zoo", lambda r: f"{describe(r)}\n\n{table(r)}", BEGIN, END)
     return 0
 
 
