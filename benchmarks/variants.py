@@ -140,6 +140,9 @@ def use_best_settings(model: nn.Module, kinds: tuple[type[nn.Module], ...] = (Bl
     backward_units = [model, *reversed(blocks)]
     for unit, following in pairwise(backward_units):
         unit.set_modules_to_backward_prefetch([following])
+    for unit in units:
+        if isinstance(unit, nn.Embedding):  # (as fsdp2 does by itself)
+            unit.set_unshard_in_backward(False)
     if hasattr(model, "set_separate_reduce_scatter_group"):
         model.set_separate_reduce_scatter_group(True)
     if hasattr(model, "set_reduce_scatter_max_input_buffers"):

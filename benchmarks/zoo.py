@@ -255,27 +255,49 @@ def cell(found: dict[str, dict[str, Any]], name: str = OURS) -> str:
     return f"{statistics.median(each):.2f} / {memory:.2f}"
 
 
-def table(record: dict[str, Any]) -> str:
-    """Markdown: a row for each model, a column for each setting."""
+def errors(found: dict[str, dict[str, Any]]) -> str:
+    """How far the losses of fsdp2 and of torch's FSDP2 are from those of one process."""
+    return " / ".join(f"{100 * found[name]['loss_error']:.3f} %" for name in (OURS, BEST_BASELINE))
+
+
+def table(
+    record: dict[str, Any], show: Callable[[dict[str, Any]], str] = cell, *, bf16: bool = False
+) -> str:
+    """Markdown: a row for each model, a column for each setting, or each in bf16."""
     cells: dict[str, dict[str, Any]] = record["cells"]
-    settings = list(dict.fromkeys(name for each in cells.values() for name in each))
+    measured = dict.fromkeys(name for each in cells.values() for name in each)
+    settings = [name for name in measured if SETTINGS[name].bf16 or not bf16]
     lines = [row(["model", *settings]), row(["---", *["---:"] * len(settings)])]
     for model, each in cells.items():
-        lines.append(row([model, *(cell(each[s]) if s in each else "-" for s in settings)]))
+        lines.append(row([model, *(show(each[s]) if s in each else "-" for s in settings)]))
     return "\n".join(lines)
 
 
 def describe(record: dict[str, Any]) -> str:
-    """A sentence on what was measured."""
-    return (
+    """What was measured, in Markdown."""
+    parts = [
         f"{measured_on(record)} Time / peak memory of "
-        "fsdp2, each in units of torch's FSDP2 with its best settings."
-    )
+        "fsdp2, each in units of torch's FSDP2 with its best settings:",
+        table(record),
+        "The same of DDP, which keeps whole parameters and gradients:",
+        table(record, partial(cell, name=DDP)),
+        "How far the loss after five steps is from that of one process in fp32, "
+        "of fsdp2 / of torch's FSDP2:",
+        table(record, errors, bf16=True),
+    ]
+    return "\n\n".join(parts)
 
 
-def run(models: list[str], settings: list[str], rounds: int, iters: int) -> dict[str, Any]:
-    """The record of the measure, ready for JSON."""
+def run(
+    models: list[str],
+    settings: list[str],
+    rounds: int,
+    iters: int,
+    keep: Callable[[dict[str, Any]], object] = lambda record: None,
+) -> dict[str, Any]:
+    """The record of the measure, ready for JSON; ``keep`` gets what there is after each model."""
     cells: dict[str, dict[str, Any]] = {}
+    record = {"name": "zoo", **machine.describe(), "cells": cells}
     for model in models:
         for name in settings:
             setting = SETTINGS[name]
@@ -288,7 +310,8 @@ def run(models: list[str], settings: list[str], rounds: int, iters: int) -> dict
                 f"zoo: {model}, {name}: {cell(found)}, DDP {cell(found, DDP)}, "
                 f"{time.perf_counter() - start:.0f} s"
             )
-    return {"name": "zoo", **machine.describe(), "cells": cells}
+        keep(record)
+    return record
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -312,9 +335,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(table(run(options.models, [QUICK], 3, 1)))
         return 0
     if not options.only_table:
-        record = run(options.models, options.settings, options.rounds, options.iters)
-        write_record(record, options.output)
-    show_table(options, "zoo", lambda r: f"{describe(r)}\n\n{table(r)}", BEGIN, END)
+        keep = partial(write_record, folder=options.output)
+        run(options.models, options.settings, options.rounds, options.iters, keep)
+    show_table(options, "zoo", describe, BEGIN, END)
     return 0
 
 

@@ -134,6 +134,19 @@ def meant_reshard(value: Any, num_shards: int) -> Any:
     return value
 
 
+def backward_reads_parameters(modules: Iterable[nn.Module]) -> bool:
+    """Whether backward reads the parameters of ``modules``: an embedding's reads only indices.
+
+    Hooks may compute the weight from others (as `spectral_norm` does), or use it themselves.
+    """
+    return not all(
+        type(module) is nn.Embedding
+        and [name for name, _ in module.named_parameters()] == ["weight"]
+        and not (module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module))
+        for module in modules
+    )
+
+
 def checked_ignored(ignored: Any) -> set[nn.Parameter]:
     """``ignored_params`` as a set."""
     items: Any = [ignored] if isinstance(ignored, str | torch.Tensor) else ignored

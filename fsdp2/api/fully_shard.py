@@ -33,6 +33,7 @@ from .arguments import (
     Granularity,
     PlacementFn,
     ShardOptions,
+    backward_reads_parameters,
     check_direct_min_bytes,
     check_modules_are_free,
     check_parameter,
@@ -169,6 +170,7 @@ def make_unit(
     check_dtypes(config.mp_policy)
     check_comm_policy(config.comm_options.policy)
     classes = [_sharded_class(sharded) for sharded in modules]  # may fail: before anything changes
+    config.unshard_in_backward = backward_reads_parameters(modules)
     unit = made_types[-1][0](modules, mesh, device, config)
     tree = _managed_modules(unit.modules)
     with torch.inference_mode(False):  # else the shards could never be trained
@@ -243,18 +245,14 @@ def _move_to_device(tensors: Iterable[torch.Tensor], device: torch.device) -> No
 def _managed_modules(tops: tuple[nn.Module, ...]) -> list[nn.Module]:
     """Modules whose parameters no earlier call took, in tree order, each once."""
     found: dict[nn.Module, None] = {}
-
+    left = [*reversed(tops)]
     # Not `nn.Module.modules`, which would go on below a sharded module: what lies there belongs to
     # that unit.
-    def visit(module: nn.Module) -> None:
-        if module in found or isinstance(module, FSDPModule) or is_replicated(module):
-            return
-        found[module] = None
-        for child in module.children():
-            visit(child)
-
-    for top in tops:
-        visit(top)
+    while left:
+        module = left.pop()
+        if not (module in found or isinstance(module, FSDPModule) or is_replicated(module)):
+            found[module] = None
+            left += reversed([*module.children()])
     return list(found)
 
 

@@ -223,7 +223,8 @@ class FSDPModule(_Base):
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether to gather this module's parameters for backward. Not recursive.
 
-        Use False for modules whose backward does not read their parameters, such as embeddings.
+        Use False for modules whose backward does not read their parameters. That is the default for
+        ``nn.Embedding``, unless it has hooks before `fully_shard`: those may read the weight.
         """
         unit_of(self).config.unshard_in_backward = unshard_in_backward
 

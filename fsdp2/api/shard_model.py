@@ -259,8 +259,6 @@ def shard_model(
     modules = dict(model.named_modules())
     for unit in units:
         members = [modules[name] for name in unit.modules]
-        # The backward of an embedding reads only the indices.
-        needed_in_backward = any(type(module) is not nn.Embedding for module in members)
         whole: Any = members if len(members) > 1 else members[0]
         if not chosen.sharded:
             replicate(whole, **options)
@@ -270,7 +268,6 @@ def shard_model(
         config = unit_of(members[0]).config
         config.strategy = chosen.name
         config.gathered_once = chosen.gathered_once
-        config.unshard_in_backward = needed_in_backward
     if how.prefetch > 1:
         _set_prefetch(units, modules, how.prefetch)
     unit_of(model).config.max_gathered_bytes = how.max_gathered_bytes

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..api.arguments import meant_reshard
+from ..api.arguments import backward_reads_parameters, meant_reshard
 from ..api.merging import last_order
 from ..api.shard_model import Sharding, Strategy, find_strategy, reshard_of, sharding_of
 from ..comm.mesh_transports import groups_of
@@ -202,7 +202,7 @@ def _draft(
         num_shards=num_shards,
         num_replicas=num_replicas,
         reshard=(not unit.is_root) if reshard is None else reshard,
-        unshard_in_backward=any(type(m) is not nn.Embedding for m in modules),
+        unshard_in_backward=backward_reads_parameters(modules),
         offload=to.offload,
         comm_policy=to.sharding.comm_policy,
     )

@@ -271,9 +271,9 @@ class UnitHooks:
         # Not a full backward hook of nn.Module: that wraps inputs and outputs in nodes of its own,
         # forbids changing them in place, and reaches only tensors in positional arguments.
         marks = marks_in_transforms[-1:] if is_transformed() else None
+        self._watching = False
         if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor and not marks:
             if args[0].requires_grad:  # the usual case
-                self._watching = False
                 marked = args[0].view_as(args[0])
                 node: Any = marked.grad_fn
                 handle = node.register_prehook(self.leave_backward)
@@ -287,7 +287,6 @@ class UnitHooks:
         if not found:
             self._watch_accumulation()
             return args, kwargs
-        self._watching = False
         if marks:
             all_marked = marks[0].mark_inputs(self.leave_backward, list(found.values()))
         elif not all(map(self._has_views, found.values())):

@@ -170,8 +170,9 @@ def test_units_that_backward_need_not_gather() -> None:
     fully_shard(model, **gathering())
     tokens = torch.arange(6)
     counts = {}
-    for gather in (True, False):
-        model[0].set_unshard_in_backward(gather)
+    for gather in (None, True, False):
+        if gather is not None:
+            model[0].set_unshard_in_backward(gather)
         for _ in range(2):  # the second has predictions
             with calls_of(model[0]._fsdp2_unit.__class__, "start_unshard") as calls:
                 model(tokens).square().sum().backward()
@@ -180,12 +181,51 @@ def test_units_that_backward_need_not_gather() -> None:
             plain(tokens).square().sum().backward()
             assert_same_gradients(model, plain)
             model.zero_grad()
-    assert counts == {True: 2, False: 1}
+    assert counts == {None: 1, True: 2, False: 1}
 
 
 test_units_that_backward_need_not_gather = ours_only("counts gathers inside")(
     test_units_that_backward_need_not_gather
 )
+
+
+def similar(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    """How similar embeddings are to all others."""
+    return output @ module.weight.t()  # type: ignore[operator]
+
+
+READERS: dict[str, Callable[[nn.Embedding], Any]] = {
+    "spectral norm": torch.nn.utils.spectral_norm,
+    "forward hook": lambda embedding: embedding.register_forward_hook(similar),
+    "forward": lambda embedding: setattr(
+        embedding, "forward", lambda tokens: similar(embedding, (), embedding.weight[tokens])
+    ),
+    "child": lambda embedding: embedding.register_module("scale", nn.Linear(8, 8)),
+}
+
+
+@pytest.mark.parametrize("reader", list(READERS))
+@distributed(2)
+def test_an_embedding_whose_weight_something_else_reads(reader: str) -> None:
+    def make() -> Any:
+        torch.manual_seed(0)
+        embedding = nn.Embedding(8, 8)
+        READERS[reader](embedding)
+        if reader == "child":
+            embedding.register_forward_hook(lambda m, args, output: m.scale(output))
+        return nn.Sequential(embedding, nn.Linear(8, 8), nn.Linear(8, 3)).double()
+
+    plain, model = make(), make()
+    for layer in model:
+        fully_shard(layer, **gathering())
+    fully_shard(model, **gathering())
+    tokens = torch.arange(6)
+    for _ in range(2):
+        plain.zero_grad()
+        model.zero_grad()
+        for network in (plain, model):
+            network(tokens).square().sum().backward()
+        assert_same_gradients(model, plain)
 
 
 class Either(nn.Module):

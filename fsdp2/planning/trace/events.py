@@ -224,7 +224,7 @@ class StepTrace:
         events: in host order.
         modules: names of the modules that may be units.
         module_order: names of all modules, in model order.
-        embeddings: names of the modules whose class is exactly ``nn.Embedding``.
+        embeddings: names of the modules whose backward does not read their parameters.
         input_bytes: bytes of the sample input, which lives during the whole step.
         buffer_bytes: bytes of the model's buffers.
         host_bytes: the most host memory that offloaded activations use.

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from typing_extensions import override
 
+from ...api.arguments import backward_reads_parameters
 from ...common.garbage import no_full_collections
 from ...common.pytree import map_tensors, tensors_in
 from ...describe.bucket_bytes import stored_dtype_of
@@ -112,7 +113,7 @@ def _empty_trace(modules: Sequence[str], options: TraceOptions) -> events.StepTr
     return events.StepTrace(
         modules=list(dict.fromkeys([*modules, ""])),
         module_order=list(by_name),
-        embeddings=frozenset(n for n, m in by_name.items() if type(m) is nn.Embedding),
+        embeddings=frozenset(n for n, m in by_name.items() if not backward_reads_parameters([m])),
         params=_describe_params(options),
     )
 
