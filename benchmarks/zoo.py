@@ -236,7 +236,7 @@ def peak_bytes(make: Callable[[], Variant], entry: Entry, setting: Setting) -> i
         return max(ledger.live_bytes[moment] for moment in range(start, ledger.now + 1))
 
 
-def check(model: str, setting: str, found: dict[str, dict[str, Any]]) -> None:
+def check(model: str, setting: str, found: dict[str, Any]) -> None:
     """
     Raises:
         RuntimeError: a variant in fp32 has other losses than one process.
@@ -248,7 +248,7 @@ def check(model: str, setting: str, found: dict[str, dict[str, Any]]) -> None:
             )
 
 
-def cell(found: dict[str, dict[str, Any]], name: str = OURS) -> str:
+def cell(found: dict[str, Any], name: str = OURS) -> str:
     """Time and peak of a variant in units of torch's FSDP2, and its collectives if they differ."""
     base = found[BEST_BASELINE]
     if name not in found:
@@ -258,7 +258,7 @@ def cell(found: dict[str, dict[str, Any]], name: str = OURS) -> str:
     return f"{statistics.median(each):.2f} / {memory:.2f}"
 
 
-def errors(found: dict[str, dict[str, Any]]) -> str:
+def errors(found: dict[str, Any]) -> str:
     """How far the losses of fsdp2 and of torch's FSDP2 are from those of one process."""
     return " / ".join(f"{100 * found[name]['loss_error']:.3f} %" for name in (OURS, BEST_BASELINE))
 
@@ -276,11 +276,18 @@ def table(
     return "\n".join(lines)
 
 
+def machine_of(record: dict[str, Any]) -> tuple[Any, ...]:
+    """What has to be the same for cells of two runs to stand in one table."""
+    return record["machine"]["cpu"], record["machine"]["cores"], record["versions"]["torch"]
+
+
 def describe(record: dict[str, Any]) -> str:
     """What was measured, in Markdown."""
+    commits = {found["commit"][:12] for each in record["cells"].values() for found in each.values()}
+    others = sorted(commits - {record["commit"][:12]})
     parts = [
-        f"{measured_on(record)} Time / peak memory of "
-        "fsdp2, each in units of torch's FSDP2 with its best settings:",
+        f"{measured_on(record)}{' Some cells: ' + ', '.join(others) + '.' if others else ''}"
+        " Time / peak memory of fsdp2, each in units of torch's FSDP2 with its best settings:",
         table(record),
         "The same of DDP, which keeps whole parameters and gradients:",
         table(record, partial(cell, name=DDP)),
@@ -303,10 +310,10 @@ def run(
     """The record of the measure, ready for JSON.
 
     Args:
-        before: the record of a run of the same commit, whose cells are not measured again.
+        before: the record of an earlier run, whose cells are kept and not measured again.
         keep: gets what there is after each cell.
     """
-    record = before or {"name": "zoo", **machine.describe(), "cells": {}}
+    record = {"name": "zoo", **machine.describe(), "cells": before["cells"] if before else {}}
     cells: dict[str, dict[str, Any]] = record["cells"]
     for model in models:
         for name in settings:
@@ -317,6 +324,7 @@ def run(
             start = time.perf_counter()
             found = run_ranks(measure, setting.ranks, given)
             check(model, name, found)
+            found["commit"] = record["commit"]
             cells.setdefault(model, {})[name] = found
             progress(
                 f"zoo: {model}, {name}: {cell(found)}, DDP {cell(found, DDP)}, "
@@ -338,7 +346,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="rounds (default 5)")
     parser.add_argument("--iters", type=int, default=2, help="steps a round (default 2)")
     parser.add_argument("--quick", action="store_true", help=f"only {QUICK}, few rounds")
-    parser.add_argument("--add", action="store_true", help="to a record of the same commit")
+    parser.add_argument(
+        "--add", action="store_true", help="keep the cells of the record that is there"
+    )
     parser.add_argument("--only-table", action="store_true", help="print what was measured before")
     parser.add_argument("--write-docs", action="store_true", help="table in docs/performance.md")
     results = machine.REPOSITORY / "benchmarks" / "results"
@@ -348,10 +358,12 @@ def main(arguments: list[str] | None = None) -> int:
         print(table(run(options.models, [QUICK], 3, 1)))
         return 0
     if not options.only_table:
-        path: Path = options.output / "zoo.json"
-        before = json.loads(path.read_text()) if options.add else None
-        if before is not None and before["commit"] != machine.describe()["commit"]:
-            parser.error(f"--add: {path} is of commit {before['commit']}")
+        before = None
+        if options.add:
+            before = json.loads((options.output / "zoo.json").read_text())
+            now = machine.describe()
+            if machine_of(before) != machine_of(now):
+                parser.error("--add: that record was measured on another machine or torch")
         keep = partial(write_record, folder=options.output)
         measures = options.models, options.settings, options.rounds, options.iters
         run(*measures, before=before, keep=keep)

@@ -73,8 +73,8 @@ class UNet(nn.Module):
 def _resnet50() -> nn.Module:
     from torchvision.models import resnet50
 
-    # Blocks begin as identities (Goyal et al., 2017, section 5.1). Otherwise the sums of three ranks
-    # in another order, which differ by 1e-6, make losses differ by 1e-2 two steps later.
+    # Blocks begin as identities (Goyal et al., 2017, section 5.1). Otherwise sums in another order,
+    # which differ by 1e-6 on three ranks, make losses differ by 1e-2 two steps later.
     return resnet50(num_classes=100, zero_init_residual=True)
 
 
