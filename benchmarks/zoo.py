@@ -266,13 +266,17 @@ def errors(found: dict[str, Any]) -> str:
 def table(
     record: dict[str, Any], show: Callable[[dict[str, Any]], str] = cell, *, bf16: bool = False
 ) -> str:
-    """Markdown: a row for each model, a column for each setting, or each in bf16."""
+    """Markdown: a row for each model, a column for each setting with a value, or each in bf16."""
     cells: dict[str, dict[str, Any]] = record["cells"]
-    measured = dict.fromkeys(name for each in cells.values() for name in each)
-    settings = [name for name in measured if SETTINGS[name].bf16 or not bf16]
+    shown = {
+        model: {name: show(found) for name, found in cells[model].items()}
+        for model in ENTRIES
+        if model in cells
+    }
+    measured = {name for each in shown.values() for name, text in each.items() if text != "-"}
+    settings = [n for n, how in SETTINGS.items() if n in measured and (how.bf16 or not bf16)]
     lines = [row(["model", *settings]), row(["---", *["---:"] * len(settings)])]
-    for model, each in cells.items():
-        lines.append(row([model, *(show(each[s]) if s in each else "-" for s in settings)]))
+    lines += [row([m, *(each.get(n, "-") for n in settings)]) for m, each in shown.items()]
     return "\n".join(lines)
 
 

@@ -135,16 +135,21 @@ def meant_reshard(value: Any, num_shards: int) -> Any:
 
 
 def backward_reads_parameters(modules: Iterable[nn.Module]) -> bool:
-    """Whether backward reads the parameters of ``modules``: an embedding's reads only indices.
-
-    Hooks may compute the weight from others (as `spectral_norm` does), or use it themselves.
-    """
-    return not all(
-        type(module) is nn.Embedding
-        and [name for name, _ in module.named_parameters()] == ["weight"]
-        and not (module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module))
-        for module in modules
-    )
+    """Whether backward reads the parameters of ``modules``: an embedding's reads only indices."""
+    for module in modules:
+        # Hooks may compute the weight from others (`spectral_norm`) or use it, and so may a
+        # subclass of tensors. Those of tensor parallelism lay out inputs and outputs.
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        only_looks_up = (
+            type(module) is nn.Embedding
+            and [name for name, _ in module.named_parameters()] == ["weight"]
+            and type(module.weight) in (nn.Parameter, DTensor)
+            and "forward" not in vars(module)
+            and all(getattr(h, "__module__", "").startswith(DTensor.__module__) for h in hooks)
+        )
+        if not only_looks_up:
+            return True
+    return False
 
 
 def checked_ignored(ignored: Any) -> set[nn.Parameter]:

@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from fsdp2 import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
 from harness import cached_mesh, cpu_only, distributed, ours_only
@@ -202,6 +204,18 @@ READERS: dict[str, Callable[[nn.Embedding], Any]] = {
     ),
     "child": lambda embedding: embedding.register_module("scale", nn.Linear(8, 8)),
 }
+
+
+@ours_only("looks inside")
+@distributed(2)
+def test_hooks_of_tensor_parallelism_read_no_weights() -> None:
+    mesh = cached_mesh(2, 1, names=("shard", "tensor"))
+    embedding = nn.Embedding(8, 8)
+    parallelize_module(embedding, mesh["tensor"], RowwiseParallel(input_layouts=Replicate()))
+    assert embedding._forward_pre_hooks
+    fully_shard(embedding, mesh=mesh["shard"])
+    unit: Any = embedding._fsdp2_unit
+    assert not unit.config.unshard_in_backward
 
 
 @pytest.mark.parametrize("reader", list(READERS))

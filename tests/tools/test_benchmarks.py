@@ -293,7 +293,7 @@ def test_the_page_has_the_tables_of_the_records() -> None:
     assert len(of_rows) >= 5
     table = performance.table(rows, {figure["title"]: figure for figure in figures})
     assert table in performance.PAGE.read_text()
-    assert performance.best_and_worst(rows) in performance.README.read_text()
+    assert performance.beside_torch(rows) in performance.README.read_text()
 
 
 def test_a_figure_without_a_limit_is_an_error() -> None:
