@@ -277,8 +277,7 @@ class UnitHooks:
                 marked = args[0].view_as(args[0])
                 node: Any = marked.grad_fn
                 handle = node.register_prehook(self.leave_backward)
-                if self.input_followers:
-                    self.unit.step.input_nodes[id(marked)] = node, handle
+                self.unit.step.input_nodes[id(marked)] = node, handle
                 return (marked,), kwargs
             self._watch_accumulation()
             return args, kwargs

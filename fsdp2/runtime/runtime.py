@@ -95,7 +95,7 @@ class Runtime(Followed):
         # that can be seen is now.
         backward_raised = self.in_backward and not autograd_is_running()
         schedule = self.schedule
-        begins = schedule.root is None or schedule.root not in unit.enclosing
+        begins = schedule.root not in unit.enclosing  # or there is none
         if backward_raised or (begins and not self.in_backward):
             self._begin_forward(unit)
         self.on.forward_begins(unit)

@@ -22,10 +22,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from fsdp2 import FSDPModule
 from fsdp2.features.early_free.freed_params import FreedParameterProxy
 from harness import distributed, ours_only
-from models import Case, Residual, token_batches, token_loss
-from reference import assert_same, assert_same_gradients, average_gradients, pair
+from models import Case, Residual, children, token_batches, token_loss
+from reference import assert_same, assert_same_gradients, average_gradients, pair, run_both
 
 VOCABULARY, DIM = 2048, 64  # 1 MiB in fp64
 
@@ -210,3 +211,50 @@ def test_a_tied_weight_is_freed_when_backward_has_left_the_head(how: str) -> Non
         model.zero_grad()
         plain.zero_grad()
     assert freed == [True, True]
+
+
+class Tables(nn.Module):
+    """Two embedding tables, and a layer on the sum of their rows.
+
+    Args:
+        left: called with the second table when backward comes to the first.
+    """
+
+    def __init__(self, left: Callable[..., Any]) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Embedding(VOCABULARY, DIM) for _ in range(2))
+        self.top = nn.Linear(DIM, VOCABULARY)
+        self.left = left
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        first = self.first(tokens)
+        first.register_hook(lambda _: self.left(self.second))
+        result = self.top(first + self.second(tokens))
+        assert isinstance(result, Tensor)
+        return result
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@distributed(2, 3)
+def test_a_table_that_stays_gathered_is_freed_with_its_gradient(keep: bool) -> None:
+    """No hook tells that backward has left it, but that reads only indices."""
+    nbytes: list[int] = []
+
+    def left(table: Any) -> None:
+        if isinstance(model, FSDPModule) and table is model.get_submodule("second"):
+            unit = table._fsdp2_unit
+            nbytes.append(sum(param.unsharded.untyped_storage().nbytes() for param in unit.params))
+
+    case = Case("tables", lambda: Tables(left), children, batch, token_loss)
+    model, plain = pair(case, reshard_after_forward=False)
+    assert isinstance(model, FSDPModule)
+    model.set_reshard_after_backward(not keep)
+    for step in range(3):
+        run_both(case, model, plain, step)
+        for module in (model, *model.children()):
+            module.reshard()
+        assert_same_gradients(model, plain)
+        model.zero_grad()
+        plain.zero_grad()
+    assert len(nbytes) == 3
+    assert all(nbytes) if keep else not any(nbytes)

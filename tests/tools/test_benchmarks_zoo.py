@@ -18,7 +18,7 @@ pytestmark = ours_only("its own benchmarks")
 
 
 # Cells above the peak of torch's FSDP2; docs/performance.md says why.
-ABOVE_ITS_PEAK = {("recommender", "reshard False"), ("U-Net", "3 ranks")}
+ABOVE_ITS_PEAK = {("U-Net", "3 ranks")}
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ PLANNING = ("planning",)
 # Files, code lines, functions. They may only shrink: a change is paid for in the room that it
 # is made in. What leaves the kernel is paid for by the part that it comes to.
 LIMITS = {
-    structure.KERNEL: (27, 4892, 492),
+    structure.KERNEL: (27, 4890, 492),
     ("transports",): (15, 2089, 232),
     ("features",): (23, 2489, 278),
     ("guards",): (10, 969, 103),

@@ -1,4 +1,7 @@
-"""Parameters that are freed before their unit is: of units around others, which stay gathered.
+"""Parameters that are freed before backward ends, though nothing tells that it has left their unit.
+
+That is so with units around others, and with embeddings that stay gathered: their inputs need no
+gradient. Backward does not read those, so they are freed as a whole with their gradients.
 
 The embedding of a language model belongs to the root, and backward does not read its weight: it is
 freed after forward. The head's is freed as soon as its gradient is complete, while backward goes on
@@ -55,7 +58,7 @@ class _Found:
 
 
 class EarlyFree(TreePart):
-    """Frees parameters of the units of one tree that enclose others."""
+    """Frees parameters of the units of one tree."""
 
     runtime: Runtime
 
@@ -70,9 +73,8 @@ class EarlyFree(TreePart):
 
     @override
     def first_gathered(self, unit: Unit) -> None:
-        if unit.encloses:
-            for bucket in unit.param_group.buckets:
-                self.count_own(bucket)
+        for bucket in unit.param_group.buckets:
+            self.count_own(bucket)
 
     @override
     def unit_kept(self, unit: Unit, forward: Forward | None) -> None:
@@ -89,23 +91,25 @@ class EarlyFree(TreePart):
         enters the last block. Otherwise it would be held until the embedding's is done, too.
         """
         config = unit.config
-        if not (unit.step.backward_began and config.reduce_grads) or unit.gradients.holds_earlier:
-            return
-        if config.reduce_unused:
-            return  # which gradients are complete by now differs from rank to rank
-        self.runtime.reduce(unit, direct_only=True)
+        # With `reduce_unused`, which gradients are complete by now differs from rank to rank.
+        waits = config.reduce_unused or unit.gradients.holds_earlier
+        if unit.step.backward_began and config.reduce_grads and not waits:
+            self.runtime.reduce(unit, direct_only=True)
 
     @override
     def gradients_taken(self, unit: Unit, taken: Taken) -> None:
-        runtime = self.runtime
+        runtime, freed_whole = self.runtime, not unit.config.unshard_in_backward
         # (Gradients of uses outside of the modules are taken after backward has left these.)
-        if not (unit.encloses and unit.state in GATHERED and runtime.in_backward):
+        frees = (unit.encloses or freed_whole) and unit.state in GATHERED and runtime.in_backward
+        if not (frees and runtime.residency.frees_after_backward(unit, runtime.backward)):
             return
-        if runtime.residency.frees_after_backward(unit, runtime.backward):
-            self._free_embeddings(unit)
-            for bucket, grads in zip(unit.param_group.buckets, taken, strict=True):
-                for i in grads:
-                    self._free(unit, bucket, i)
+        if not unit.encloses:
+            unit.reshard(runtime.streams)
+            return
+        self._free_embeddings(unit)
+        for bucket, grads in zip(unit.param_group.buckets, taken, strict=True):
+            for i in grads:
+                self._free(unit, bucket, i)
 
     def _free_embeddings(self, unit: Unit) -> None:
         """After forward, or when backward enters a unit inside if they are tied: the head has read
