@@ -258,3 +258,33 @@ def test_a_table_that_stays_gathered_is_freed_with_its_gradient(keep: bool) -> N
         plain.zero_grad()
     assert len(nbytes) == 3
     assert all(nbytes) if keep else not any(nbytes)
+
+
+class Reused(nn.Module):
+    """A table of which a loss uses the weight, too, before it is looked up once more."""
+
+    def __init__(self, use: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.table, self.block = nn.Embedding(VOCABULARY, DIM), Residual(DIM)
+        self.use = use
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.block(self.table(tokens))
+        logits = F.linear(hidden, self.use(self.table.weight))
+        again = self.table(logits.argmax(-1))
+        return logits + self.block(again) @ self.use(self.table.weight).t()
+
+
+@pytest.mark.parametrize("detached", [False, True])
+@distributed(2, 3)
+def test_the_weight_of_a_table_that_stays_gathered_is_used_elsewhere(detached: bool) -> None:
+    def use(weight: Tensor) -> Tensor:
+        return weight.detach() if detached else weight
+
+    case = Case("reused", lambda: Reused(use), children, batch, token_loss)
+    model, plain = pair(case, reshard_after_forward=False)
+    for step in range(2):
+        run_both(case, model, plain, step)
+        assert_same_gradients(model, plain)
+        model.zero_grad()
+        plain.zero_grad()
