@@ -249,7 +249,7 @@ def check(model: str, setting: str, found: dict[str, Any]) -> None:
 
 
 def cell(found: dict[str, Any], name: str = OURS) -> str:
-    """Time and peak of a variant in units of torch's FSDP2, and its collectives if they differ."""
+    """Time and peak of a variant in units of torch's FSDP2."""
     base = found[BEST_BASELINE]
     if name not in found:
         return "-"

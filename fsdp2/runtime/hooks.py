@@ -194,9 +194,9 @@ class UnitHooks:
         self.unit.runtime.on.before_compute(self.unit)
         args, kwargs = self._cast_inputs(args, kwargs)
         if torch.is_grad_enabled():
-            if self.unit.step.input_nodes and self.unit.step.running <= 1:
+            if self.unit.step.running <= 1:
                 # Of forwards that raised, and of inputs that a hook of the user's has replaced.
-                self.unit.step.input_nodes.clear()
+                self.unit.step.input_nodes = {}
             if not torch._C._len_torch_function_stack():
                 return self._mark_inputs(args, kwargs)
             return replacing((args, kwargs), self._mark_inputs, args, kwargs)
@@ -277,7 +277,8 @@ class UnitHooks:
                 marked = args[0].view_as(args[0])
                 node: Any = marked.grad_fn
                 handle = node.register_prehook(self.leave_backward)
-                self.unit.step.input_nodes[id(marked)] = node, handle
+                if self.input_followers:
+                    self.unit.step.input_nodes[id(marked)] = node, handle
                 return (marked,), kwargs
             self._watch_accumulation()
             return args, kwargs

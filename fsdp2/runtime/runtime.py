@@ -95,8 +95,8 @@ class Runtime(Followed):
         # that can be seen is now.
         backward_raised = self.in_backward and not autograd_is_running()
         schedule = self.schedule
-        begins = schedule.root not in unit.enclosing  # or there is none
-        if backward_raised or (begins and not self.in_backward):
+        # (None, where no root's forward has begun, encloses nothing.)
+        if backward_raised or (schedule.root not in unit.enclosing and not self.in_backward):
             self._begin_forward(unit)
         self.on.forward_begins(unit)
         step = unit.step  # a reset makes a new one

@@ -17,6 +17,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from fsdp2 import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
+from fsdp2.api.arguments import backward_reads_parameters
 from harness import cached_mesh, cpu_only, distributed, ours_only
 from models import BY_NAME, MLP, TRANSFORMER, normal_batch, square_loss
 from reference import (
@@ -204,6 +205,21 @@ READERS: dict[str, Callable[[nn.Embedding], Any]] = {
     ),
     "child": lambda embedding: embedding.register_module("scale", nn.Linear(8, 8)),
 }
+
+
+class Scaled(Tensor):
+    """A weight whose operators may save it."""
+
+
+@ours_only("looks inside")
+def test_only_plain_weights_that_are_alone_are_looked_up_and_no_more() -> None:
+    plain, more, subclass = (nn.Embedding(4, 4) for _ in range(3))
+    more.register_parameter("scale", nn.Parameter(torch.ones(4)))
+    subclass.weight = nn.Parameter(torch.ones(4, 4).as_subclass(Scaled))
+    assert not backward_reads_parameters([plain])
+    assert backward_reads_parameters([more])
+    assert backward_reads_parameters([subclass])
+    assert backward_reads_parameters([plain, nn.Linear(4, 4)])
 
 
 @ours_only("looks inside")
