@@ -47,7 +47,7 @@ TRAIN_ARGS = $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train train-2d train-pipeline train-moe train-resnet train-weather \
-	train-recommender check test test-ci test-all test-versions test-device cuda lint format dist-check bench \
+	train-recommender check test test-ci test-all test-versions test-device cuda lint format dist-check release bench \
 	bench-gpu gpu bench-ckpt bench-clip bench-estimate bench-choosing bench-faults bench-policies bench-links \
 	bench-offload bench-uneven optimizers subclasses docs clean
 
@@ -116,10 +116,11 @@ test-versions: $(FOR_TEST)  ## run the tests that depend on torch's version; TOR
 cuda: $(FOR_TEST)  ## run the tests that need a GPU; without one, name them
 	$(PY) -m pytest -m cuda -v -rs $(ARGS)
 
-lint: $(FOR_DEV)  ## check format, style and types
+lint: $(FOR_DEV)  ## check format, style, types and the English of the pages
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) tools/prose.py
 
 format: $(FOR_DEV)  ## format the code and fix what can be fixed
 	$(PY) -m ruff check --fix .
@@ -174,6 +175,9 @@ subclasses: $(FOR_TEST)  ## write the tables of docs/subclasses.md, whose cells 
 
 dist-check: $(FOR_DEV)  ## build wheel and sdist, install and import them on each Python there is
 	$(PY) tools/dist_check.py $(ARGS)
+
+release: $(FOR_DEV)  ## build, check and describe a release in dist/; URL=address of the repository
+	$(PY) tools/release.py --url $(or $(URL),$(error URL=https://... is the repository)) $(ARGS)
 
 clean:  ## remove what the other targets made
 	rm -rf .venv .venv-* runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

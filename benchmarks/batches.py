@@ -1,10 +1,9 @@
-"""How the gather of one block is batched, from 8 to 4,096 ranks: from the layout alone.
+"""How the gather of one block is batched, from 8 to 512 ranks: from the layout alone.
 
 No process group, no memory: models are on the meta device, and where each parameter lies is
 arithmetic on its shape. Hosts have 8 GPUs. For three ways of batching (the library's, everything
-from 64 KiB per rank on by itself, everything in one pack), the entries of the batched call, the
-rings that the fullest channel of NCCL runs one after the other, and the time of the gather and its
-copies by NCCL's own model (`nccl_model`): not measured.
+from 64 KiB per rank on direct, everything in one pack), the time of the gather and its copies by
+NCCL's own model (`nccl_model`): not measured.
 
     python -m benchmarks.batches [--write-docs]
 """
@@ -20,15 +19,14 @@ import torch
 from torch import nn
 
 from fsdp2.describe.bucket_bytes import ParameterFacts, buckets_of
-from fsdp2.render.text import show_bytes
 from fsdp2.sharding.layout import DIRECT_MIN_BYTES
 
 from .machine import REPOSITORY
-from .nccl_model import Links, copy_seconds, deal, h100, seconds
+from .nccl_model import Links, copy_seconds, h100, seconds
 from .published_models import LlamaBlock
 from .report import row, write_readme
 
-NUM_RANKS = (8, 16, 64, 512, 4096)
+NUM_RANKS = (8, 64, 512)
 DTYPE = torch.bfloat16  # of computation, so of the gather
 MARKERS = ("<!-- batches:begin -->", "<!-- batches:end -->")
 
@@ -68,7 +66,7 @@ class GPT2Block(nn.Module):
 UNITS = {
     "Llama-3-8B block": lambda: LlamaBlock(4096, 14336, 32, 8),
     "Llama-3-70B block": lambda: LlamaBlock(8192, 28672, 64, 8),
-    "128 experts, a module each": MixtureBlock,
+    "128 experts": MixtureBlock,
     "GPT-2 block": lambda: GPT2Block(768),
 }
 
@@ -91,11 +89,6 @@ class Batch:
     slices: tuple[int, ...]
     packed_bytes: int
     links: Links
-
-    @property
-    def num_rings(self) -> int:
-        """That the fullest channel runs one after the other."""
-        return max(map(len, deal(self.slices, self.links)))
 
     @property
     def seconds(self) -> float:
@@ -127,9 +120,7 @@ def batch_of(unit: nn.Module, num_ranks: int, *, direct_min_bytes: int | None = 
 
 def table() -> str:
     """The table, in Markdown."""
-    columns = ("entries", "rings", "µs")
-    header = ["gather of", "ranks", "packed, of all"]
-    header += [f"{way}: {column}" for way in WAYS for column in columns]
+    header = ["gather of", "ranks", "packed by the rule", *(f"{way}, µs" for way in WAYS)]
     lines = [row(header), row(["---"] + ["---:"] * (len(header) - 1))]
     for name, make in UNITS.items():
         with torch.device("meta"):
@@ -137,10 +128,8 @@ def table() -> str:
         whole = sum(param.numel() for param in unit.parameters()) * DTYPE.itemsize
         for num_ranks in NUM_RANKS:
             ways = [batch_of(unit, num_ranks, direct_min_bytes=least) for least in WAYS.values()]
-            packed = f"{show_bytes(ways[0].packed_bytes)} of {show_bytes(whole)}"
-            cells = [name, f"{num_ranks:,}", packed]
-            for way in ways:
-                cells += [str(len(way.slices)), str(way.num_rings), f"{way.seconds * 1e6:,.0f}"]
+            cells = [name, f"{num_ranks}", f"{ways[0].packed_bytes / whole:.1%}"]
+            cells += [f"{way.seconds * 1e6:,.0f}" for way in ways]
             lines.append(row(cells))
     return "\n".join(lines)
 
@@ -148,12 +137,14 @@ def table() -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Prints the table; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.batches", description=__doc__)
-    parser.add_argument("--write-docs", action="store_true", help="put it into docs/streams.md")
+    parser.add_argument(
+        "--write-docs", action="store_true", help="put it into docs/developers/streams.md"
+    )
     options = parser.parse_args(arguments)
     text = table()
     print(text)
     if options.write_docs:
-        write_readme(REPOSITORY / "docs" / "streams.md", text, *MARKERS)
+        write_readme(REPOSITORY / "docs" / "developers" / "streams.md", text, *MARKERS)
     return 0
 
 

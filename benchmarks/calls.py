@@ -262,7 +262,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="what a unit adds to a step, counted")
     parser.add_argument("--functions", action="store_true", help="list what fsdp2 calls")
     parser.add_argument("--instructions", action="store_true", help="count them with callgrind")
-    parser.add_argument("--write-docs", action="store_true", help="table in docs/performance.md")
+    parser.add_argument(
+        "--write-docs", action="store_true", help="table in docs/developers/measurements.md"
+    )
     parser.add_argument("--one-step", nargs=2, metavar=("NAME", "DEPTH"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -280,7 +282,9 @@ def main() -> None:
     text = "\n".join([f"{what}.", "", *lines])
     print(text)
     if options.write_docs:
-        write_readme(machine.REPOSITORY / "docs" / "performance.md", text, BEGIN, END)
+        write_readme(
+            machine.REPOSITORY / "docs" / "developers" / "measurements.md", text, BEGIN, END
+        )
     if options.functions:
         ours = measured[OURS]
         kinds = {"Python": ours.python, "bytecodes": ours.bytecodes, "C": ours.c}

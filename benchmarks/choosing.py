@@ -4,9 +4,10 @@ Of each example (`examples/`) the model is trained plainly (one rank's batch, no
 under torch's DDP, and by `fsdp2.shard_model` with each strategy, on two ranks over gloo. All of
 them live in the same processes and take turns; a ratio is taken within a round. Then one step of
 each is done again under a `Ledger`, which counts the bytes of all live tensors, and the bytes of
-messages are counted. Writes benchmarks/results/choosing.json and prints a table.
+messages are counted. Writes benchmarks/results/choosing.json and prints a table; the page has a
+shorter one.
 
-    python -m benchmarks.choosing [--write-docs]
+    python -m benchmarks.choosing [--only-table] [--write-docs]
 """
 
 from __future__ import annotations
@@ -278,6 +279,24 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def page_table(results: dict[str, dict[str, Any]]) -> str:
+    """The table of the page, a column per example: time over DDP's, peak MB, MB sent."""
+    strategies = list(dict.fromkeys(name for runs in results.values() for name in runs))
+    lines = [row(["strategy", *results]), row(["---"] * (1 + len(results)))]
+    for name in strategies:
+        cells = [page_cell(runs, name) if name in runs else "" for runs in results.values()]
+        lines.append(row([name, *cells]))
+    return "\n".join(lines)
+
+
+def page_cell(runs: dict[str, Any], name: str) -> str:
+    """What a strategy costs: the median ratio within rounds, and bytes of a rank."""
+    made = runs[name]
+    pairs = zip(medians(made), medians(runs["DDP"]), strict=True)
+    ratio = statistics.median(mine / theirs for mine, theirs in pairs)
+    return f"{ratio:.2f}, {made['peak'] / 1e6:.0f}, {made['sent'] / 1e6:.0f}"
+
+
 def medians(run: dict[str, Any]) -> list[float]:
     """Of each round."""
     return [statistics.median(seconds) for seconds in run["rounds_s"]]
@@ -292,25 +311,29 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--output", type=Path, default=machine.REPOSITORY / "benchmarks" / "results", metavar="DIR"
     )
+    parser.add_argument("--only-table", action="store_true", help="of the results that are there")
     parser.add_argument("--write-docs", action="store_true", help="put it into docs/choosing.md")
     options = parser.parse_args(arguments)
     unknown = set(options.examples) - set(examples())
     if unknown or options.rounds < 1 or options.iters < 1:
         parser.error(f"no example {', '.join(unknown)}" if unknown else "--rounds, --iters: from 1")
-    about = machine.describe()
-    results = {
-        name: run_ranks(
-            measure, 2, {"name": name, "rounds": options.rounds, "iters": options.iters}
-        )
-        for name in options.examples
-    }
-    record = {"name": "choosing", **about, "num_ranks": 2, "results": results}
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "choosing.json").write_text(json.dumps(record, indent=1) + "\n")
-    text = f"{describe(record)}\n\n{table(results)}"
-    print(text)
+    path = options.output / "choosing.json"
+    if not options.only_table:
+        about = machine.describe()
+        results = {
+            name: run_ranks(
+                measure, 2, {"name": name, "rounds": options.rounds, "iters": options.iters}
+            )
+            for name in options.examples
+        }
+        record = {"name": "choosing", **about, "num_ranks": 2, "results": results}
+        options.output.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=1) + "\n")
+    record = json.loads(path.read_text())
+    print(f"{describe(record)}\n\n{table(record['results'])}")
     if options.write_docs:
         page = machine.REPOSITORY / "docs" / "choosing.md"
+        text = f"{describe(record)}\n\n{page_table(record['results'])}"
         write_readme(page, text, "<!-- choosing:begin -->", "<!-- choosing:end -->")
     return 0
 

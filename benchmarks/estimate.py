@@ -327,8 +327,11 @@ COLUMNS = {
     "backward": "peak in backward",
     "step": "peak in step",
     "sent": "sent",
-    "between": "of that to other hosts",
+    "between": "sent to other hosts",
 }
+# A smaller error, as a part of the measured figure, counts as none.
+MET = 0.001
+BEGIN, END = "<!-- estimate:begin -->", "<!-- estimate:end -->"
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -341,6 +344,24 @@ def table(results: list[dict[str, Any]]) -> str:
             error = f" ({100 * (predicted / measured - 1):+.2f} %)" if measured else ""
             cells.append(f"{predicted / 1e6:.2f} / {measured / 1e6:.2f}{error}")
         lines.append(row(cells))
+    return "\n".join(lines)
+
+
+def digest(results: list[dict[str, Any]]) -> str:
+    """A Markdown table: of each figure, how many cases are met, and the largest error."""
+    heads = ["figure", "cases", f"within {100 * MET:g} %", "largest error", "in the case"]
+    lines = [row(heads), row(["---"] * len(heads))]
+    for key, name in COLUMNS.items():
+        errors = {}
+        for result in results:
+            predicted, measured = (_value(result[side], key) for side in ("predicted", "measured"))
+            if measured:
+                errors[result["name"]] = predicted / measured - 1
+        worst = max(errors, key=lambda case: abs(errors[case]))
+        met = sum(abs(error) <= MET for error in errors.values())
+        case = worst if abs(errors[worst]) > MET else "-"
+        error = f"{100 * errors[worst]:+.2f} %".replace("-0.00", "0.00").replace("+0.00", "0.00")
+        lines.append(row([name, str(len(errors)), str(met), error, case]))
     return "\n".join(lines)
 
 
@@ -362,18 +383,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--output", type=Path, default=machine.REPOSITORY / "benchmarks" / "results", metavar="DIR"
     )
-    parser.add_argument("--write-docs", action="store_true", help="update docs/planning.md")
+    parser.add_argument("--only-table", action="store_true", help="of the results that are there")
+    parser.add_argument("--write-docs", action="store_true", help="into docs/planning/accuracy.md")
     options = parser.parse_args(arguments)
-    cases = [case for case in MAIN if case.mesh == (2,)] if options.quick else MAIN + MORE
-    results = [compare(case) for case in cases]
-    record = {"name": "estimate", **machine.describe(), "results": results}
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "estimate.json").write_text(json.dumps(record, indent=1) + "\n")
-    print(table(results))
+    path = options.output / "estimate.json"
+    if not options.only_table:
+        cases = [case for case in MAIN if case.mesh == (2,)] if options.quick else MAIN + MORE
+        results = [compare(case) for case in cases]
+        record = {"name": "estimate", **machine.describe(), "results": results}
+        options.output.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=1) + "\n")
+    results = json.loads(path.read_text())["results"]
+    print(f"{table(results)}\n\n{digest(results)}")
     if options.write_docs:
-        page = machine.REPOSITORY / "docs" / "planning.md"
-        markers = ("<!-- estimate:begin -->", "<!-- estimate:end -->")
-        write_readme(page, table(results), *markers)
+        page = machine.REPOSITORY / "docs" / "planning" / "accuracy.md"
+        write_readme(page, digest(results), BEGIN, END)
     print(f"\nLargest error: {100 * worst_error(results):.2f} %", file=sys.stderr)
     return 0
 

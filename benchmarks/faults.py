@@ -8,6 +8,7 @@ stop, and an undisturbed run is made there with the same numbers of ranks, step 
 losses, norms, weights and optimizer's state must be the same bit for bit. Needs root.
 
     python -m benchmarks.faults [--count 200] [--seed 0] [--kinds "host dies" "link cut"]
+    python -m benchmarks.faults --only-table --write
 """
 
 from __future__ import annotations
@@ -61,7 +62,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--write", action="store_true", help="write results/faults.json and docs/faults.md"
     )
+    parser.add_argument("--only-table", action="store_true", help="of the runs that are recorded")
     options = parser.parse_args(arguments)
+    if options.only_table:
+        show(json.loads((RESULTS / "faults.json").read_text()), write=options.write)
+        return 0
     if why_not():
         print(why_not(), file=sys.stderr)
         return 1
@@ -79,11 +84,21 @@ def main(arguments: list[str] | None = None) -> int:
         if options.write:  # after each, so that what is found is kept if this is ended
             record = {"name": "faults", **about, "runs": together(earlier(record), runs)}
             write_record(record, RESULTS)
-            text = "\n".join(table(record)).replace("numbers\n", "numbers.\n\n", 1)
-            write_readme(PAGE, text, "<!-- faults:begin -->", "<!-- faults:end -->")
-    for line in table(record):
-        print(line)
+            write_page(record)
+    show(record, write=False)
     return int(any(each["person"] or each["wrong"] for each in runs))
+
+
+def show(record: dict[str, Any], *, write: bool) -> None:
+    """Prints the table of a record, and puts the shorter one into the page if it is to."""
+    print(summary(record), *table(record), sep="\n")
+    if write:
+        write_page(record)
+
+
+def write_page(record: dict[str, Any]) -> None:
+    text = "\n".join([f"{summary(record)}.", "", *page_table(record)])
+    write_readme(PAGE, text, "<!-- faults:begin -->", "<!-- faults:end -->")
 
 
 def earlier(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -262,15 +277,46 @@ def stop(cluster: Cluster) -> str:
     return ""
 
 
-def table(record: dict[str, Any]) -> list[str]:
-    """The lines to print: a row per kind of fault."""
+def summary(record: dict[str, Any]) -> str:
+    """How all runs ended, in a sentence."""
     runs = record["runs"]
-    faults = [fault for each in runs for fault in each["faults"]]
     persons = [each["person"] for each in runs if each["person"]]
     wrong = [each for each in runs if each["wrong"]]
+    return (
+        f"{sum(len(each['faults']) for each in runs)} faults in {len(runs)} runs; "
+        f"{len(persons)} runs needed a person, {len(wrong)} ended with wrong numbers"
+    )
+
+
+def page_table(record: dict[str, Any]) -> list[str]:
+    """The lines of the page's table: faults that no other one overlapped with, by kind."""
+    faults = [f for each in record["runs"] for f in each["faults"] if not f["with"]]
+    header = ["fault", "interrupted training", "s until training (longest)"]
+    header += ["s until all ranks train", "from memory", "steps lost (most)"]
+    lines = [row(header), row(["---", *["---:"] * 5])]
+    for kind in FAULTS:
+        of_kind = [fault for fault in faults if fault["kind"] == kind]
+        if not of_kind:
+            continue
+        stopped = [fault for fault in of_kind if fault["restarts"]]
+        again = [f["again_s"] for f in stopped if f["again_s"] is not None]
+        cells = ["-"] * 4
+        if again:
+            lost = [f["lost_steps"] for f in stopped]
+            cells = [
+                f"{statistics.median(again):.0f} ({max(again):.0f})",
+                f"{statistics.median(f['whole_s'] for f in stopped):.0f}",
+                f"{sum(f['from'][0] == 'memory' for f in stopped)} of {len(stopped)}",
+                f"{statistics.median(lost):g} ({max(lost)})",
+            ]
+        lines.append(row([kind, f"{len(stopped)} of {len(of_kind)}", *cells]))
+    return lines
+
+
+def table(record: dict[str, Any]) -> list[str]:
+    """The lines to print: a row per kind of fault."""
+    faults = [fault for each in record["runs"] for fault in each["faults"]]
     lines = [
-        f"{len(faults)} faults in {len(runs)} runs; {len(persons)} runs needed a person, "
-        f"{len(wrong)} ended with wrong numbers",
         row(
             [
                 *("fault", "number", "alone", "s until training", "longest", "s until whole"),

@@ -124,10 +124,12 @@ def ratios(seconds: list[float], base: list[float]) -> list[float]:
     return [mine / theirs for mine, theirs in zip(seconds, base, strict=True)]
 
 
-def time_cell(seconds: list[float], base: list[float] | None) -> str:
-    """Milliseconds, and the ratio to ``base`` with its range."""
+def time_cell(seconds: list[float], base: list[float] | None, *, spread: bool = True) -> str:
+    """Milliseconds, and the ratio to ``base``; with its range if ``spread``."""
     cell = number(1e3 * statistics.median(seconds))
     if base is not None:
         found = ratios(seconds, base)
-        cell += f", {statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
+        cell += f", {statistics.median(found):.2f}"
+        if spread:
+            cell += f" ({min(found):.2f} to {max(found):.2f})"
     return cell

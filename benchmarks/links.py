@@ -3,9 +3,10 @@
 Hosts are network namespaces, whose links the kernel limits (see `hosts`). All variants live in the
 same four processes and take turns; a ratio is taken within a round. Bytes are those that a host's
 interface has counted in a step, TCP's headers and acknowledgements included. Peaks are what
-`fsdp2.estimate` says of a rank. Writes benchmarks/results/links.json and prints a table.
+`fsdp2.estimate` says of a rank. Writes benchmarks/results/links.json and prints a table; the page
+has a shorter one.
 
-    python -m benchmarks.links [--write-docs]
+    python -m benchmarks.links [--only-table] [--write-docs]
 
 Needs Linux, root, ``ip`` and ``tc`` (iproute2). Nothing outside of the namespaces is changed.
 """
@@ -190,8 +191,8 @@ def _peak(name: str, variant: Variant) -> int | None:
     hybrid = variant.options.get("strategy") == "hybrid"
     tokens = torch.zeros(BATCH, TOKENS, dtype=torch.int64)
     estimated = fsdp2.estimate(
-        fsdp2.Workload(LM(MODEL), tokens, micro_batches=variant.micro_batches),
-        fsdp2.Sharding(wrap=[Block], **variant.options),
+        fsdp2.planning.Workload(LM(MODEL), tokens, micro_batches=variant.micro_batches),
+        fsdp2.planning.Sharding(wrap=[Block], **variant.options),
         shape if hybrid else HOSTS * RANKS_PER_HOST,
         device_type="cpu",
         ranks_per_node=RANKS_PER_HOST,
@@ -209,17 +210,22 @@ def rank_main(options: argparse.Namespace) -> None:
 # -- report ----------------------------------------------------------------------------------------
 
 
-def table(results: dict[str, Any], speeds: list[str]) -> str:
-    """Markdown: milliseconds per micro-batch, and the ratio to `BASE`."""
-    header = ["strategy", "MB sent by a host", "peak of a rank, MB", *speeds, "loss"]
+def table(results: dict[str, Any], speeds: list[str], *, brief: bool = False) -> str:
+    """Markdown: milliseconds per micro-batch, and the ratio to `BASE`.
+
+    Args:
+        brief: as on the page, without losses and the ranges of ratios.
+    """
+    header = ["strategy", "MB sent by a host", "peak of a rank, MB", *speeds]
+    header += [] if brief else ["loss"]
     lines = [row(header), row(["---"] * len(header))]
     for name, made in results.items():
         peak = "-" if made["peak"] is None else f"{made['peak'] / 1e6:.1f}"
         cells = [name, f"{made['sent'] / 1e6:.2f}", peak]
         for speed in speeds:
             base = None if name == BASE else results[BASE]["seconds"][speed]
-            cells.append(host_ranks.time_cell(made["seconds"][speed], base))
-        lines.append(row([*cells, f"{made['loss']:.3f}"]))
+            cells.append(host_ranks.time_cell(made["seconds"][speed], base, spread=not brief))
+        lines.append(row(cells if brief else [*cells, f"{made['loss']:.3f}"]))
     return "\n".join(lines)
 
 
@@ -247,10 +253,10 @@ def main(arguments: list[str] | None = None) -> int:
     record = json.loads(path.read_text())
     speeds = list(record["results"][BASE]["seconds"])
     about_it = describe(record).replace("2 ranks", f"{HOSTS} hosts of {RANKS_PER_HOST} ranks")
-    text = f"{about_it}\n\n{table(record['results'], speeds)}"
-    print(text)
+    print(f"{about_it}\n\n{table(record['results'], speeds)}")
     if options.write_docs:
         page = machine.REPOSITORY / "docs" / "choosing.md"
+        text = f"{about_it}\n\n{table(record['results'], speeds, brief=True)}"
         write_readme(page, text, "<!-- links:begin -->", "<!-- links:end -->")
     return 0
 

@@ -6,8 +6,9 @@ One process trains a stack of transformer blocks. Bytes are counted on the devic
 allocated in a step beside parameters, gradients and the state of the optimizer (activations), or
 the most of that state that is on it (optimizers). Times are medians over interleaved rounds, as
 ratios within a round to a step with nothing offloaded. Without a GPU the device is the test device
-of tests/support: its bytes are those of any device, its times say nothing about a GPU. State in
-files is timed beside state in memory for parameters on the CPU, where nothing is simulated.
+of tests/support: its bytes are those of any device, its times say nothing about a GPU, and the page
+has none of them. State in files is timed beside state in memory for parameters on the CPU, where
+nothing is simulated.
 
 Steps in backward are timed on the device as it is, whose kernels take the cores that steps take,
 and on one whose kernels also sleep, as if it computed elsewhere: that shows what is hidden.
@@ -338,16 +339,25 @@ def main(arguments: list[str] | None = None) -> None:
         torch.set_num_threads(1)
     facts = machine.describe()
     where = f"{facts['machine']['cpu']}; device: {device}; torch {torch.__version__}"
-    lines = [f"{where}; {facts['date'][:10]}, commit {(facts['commit'] or '?')[:12]}.", ""]
-    lines += activations(device, options.rounds)
-    lines += ["", *optimizer_bytes(device), ""]
-    lines += [*steps_in_backward(device, options.rounds), ""]
+    about = f"{where}; {facts['date'][:10]}, commit {(facts['commit'] or '?')[:12]}."
+    saved, state = activations(device, options.rounds), optimizer_bytes(device)
+    steps = steps_in_backward(device, options.rounds)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        lines += optimizer_times(options.rounds, Path(folder))
-    text = "\n".join(lines)
-    print(text)
+        files = optimizer_times(options.rounds, Path(folder))
+    print(_joined(about, saved, state, steps, files))
     if options.write is not None:
+        text = _joined(about, saved, state, steps, files)
+        if device != "cuda":  # times of the test device say nothing about a GPU
+            text = _joined(about, _without_last_column(saved), state, files)
         write_readme(options.write, text, BEGIN, END)
+
+
+def _joined(about: str, *tables: list[str]) -> str:
+    return "\n\n".join([about, *("\n".join(table) for table in tables)])
+
+
+def _without_last_column(table: list[str]) -> list[str]:
+    return [f"{line.rsplit(' | ', 1)[0]} |" for line in table]
 
 
 if __name__ == "__main__":

@@ -1,112 +1,181 @@
 """Trains with optimizers of several libraries over sharded parameters and tabulates the results.
 
     python -m benchmarks.optimizers [LIBRARY ...] [--only NAME ...] [--ranks N ...] [--write FILE]
+    python -m benchmarks.optimizers --only-table [--write FILE]
 
 Each optimizer runs with its defaults on 2 and on 3 ranks, over plain DTensors and with
-`fsdp2.optim.local_step`, `flat_step` and `whole_step`, and is compared with one process. The text
-of docs/optimizers.md around the tables is written by hand.
+`fsdp2.optim.local_step`, `flat_step` and `whole_step`, and is compared with one process. Outcomes
+are printed in full. With `--write` they replace those of the same optimizers in
+`results/optimizers.json`, and FILE gets the tables of that record: optimizers with the same
+outcomes share a row. The text of docs/optimizers.md around the tables is written by hand.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
+import json
+import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from . import machine
 from .optimizer_cases import LIBRARIES, cases
 from .optimizer_training import WAYS, train_all
 from .ranks import run_ranks
+from .report import row, write_readme, write_record
 
 RANKS = (2, 3)
-LONGEST = 150  # characters of a message in the table
-PROPERTIES = "elementwise|independent of shapes|one that steps each parameter on its own"
-RULE = "|---" * (1 + len(WAYS)) + "|"  # below the names of the columns
+USUAL = ", ".join(map(str, RANKS))
+PLAIN = next(iter(WAYS))
+BEGIN, END = "<!-- optimizers:begin -->", "<!-- optimizers:end -->"
+NOT_TRAINED = "not trained"
+# Of the rows of a table: the best first.
+KINDS = ("right", "warned", "raises", "refused", "wrong")
+
+Record = dict[str, Any]
+# Of an optimizer, by numbers of ranks ("2, 3"): what became of each way to step, as "kind: text".
+Outcomes = dict[str, dict[str, str]]
 
 
-def cell(by_ranks: dict[int, Sequence[str]]) -> str:
-    """The cell for one way of stepping."""
-    texts = {ranks: _text(*outcome) for ranks, outcome in by_ranks.items()}
-    if len({(kind, text[:40]) for kind, text in by_ranks.values()}) == 1 or _both_wrong(by_ranks):
-        return next(iter(texts.values()))
-    return "; ".join(f"{ranks} ranks: {text}" for ranks, text in texts.items())
+# -- the record -----------------------------------------------------------------------------------
 
 
-def _both_wrong(by_ranks: dict[int, Sequence[str]]) -> bool:
-    return all(kind == "wrong" for kind, _ in by_ranks.values())
+def measured(library: str, names: Sequence[str], found: dict[int, dict[str, Any]]) -> Record:
+    """The part of the record that is one library's.
+
+    Args:
+        found: what `train_all` returned on so many ranks.
+    """
+    return {
+        "version": metadata.version(library.split(".")[0]).split("+")[0],
+        "torch": metadata.version("torch").split("+")[0],
+        "sources": [{**machine.describe(), "optimizers": list(names)}],
+        "outcomes": {
+            name: _joined({ranks: each[f"{library}/{name}"] for ranks, each in found.items()})
+            for name in names
+        },
+    }
 
 
-def _text(kind: str, text: str) -> str:
-    # Of a refusal only the reason, without the optimizer's name and the advice.
-    if kind == "refused":
-        text = text.removeprefix("TypeError: ")
-    text = re.sub(rf".* is not ({PROPERTIES}): ", "", text)
-    text = re.sub(r".*so its steps are not those of one process: for '.*' of", "with", text)
-    ends = r"\. It would see|\. whole_step steps parameters| See docs/| Please |\. fsdp2\.optim\."
-    text = re.split(ends, text)[0]
-    text = text.replace("|", "/").replace("<", "&lt;")
-    if len(text) > LONGEST:
-        text = text[:LONGEST].rstrip() + " ..."
-    text = text.replace("](", "]\\(")  # a shape and a placement, not a link
-    if kind == "wrong":
-        return f"**WRONG** {text}"
-    return f"{kind}: {text}" if text else kind
+def _joined(by_ranks: dict[int, dict[str, Sequence[str]]]) -> Outcomes:
+    """The outcomes, once for all numbers of ranks if they agree."""
+    # Messages of the same error name ranks and sizes.
+    alike = {
+        tuple((kind, text[:40]) for kind, text in by_way.values()) for by_way in by_ranks.values()
+    }
+    found = {
+        str(ranks): {way: f"{kind}: {text}" if text else kind for way, (kind, text) in ways.items()}
+        for ranks, ways in by_ranks.items()
+    }
+    return {", ".join(found): next(iter(found.values()))} if len(alike) == 1 else found
 
 
-def section(library: str, names: Sequence[str], outcomes: dict[int, dict[str, Any]]) -> str:
-    """The table of a library, with its heading."""
-    version = metadata.version(library.split(".")[0]).split("+")[0]
+def merged(record: Record, library: str, new: Record) -> Record:
+    """The record with what was measured of a library; it replaces rows of the same optimizers."""
+    old = record["libraries"].get(library)
+    if old is not None and (old["version"], old["torch"]) == (new["version"], new["torch"]):
+        outcomes = {**old["outcomes"], **new["outcomes"]}
+        if outcomes.keys() != new["outcomes"].keys():
+            new = {**new, "sources": [*old["sources"], *new["sources"]], "outcomes": outcomes}
+    new = {**new, "outcomes": dict(sorted(new["outcomes"].items()))}
+    libraries = {**record["libraries"], library: new}
+    known = [name for name in LIBRARIES if name in libraries]
+    return {**record, "libraries": {name: libraries[name] for name in known}}
+
+
+def read(folder: Path) -> Record:
+    """The record in a folder; one of no library if there is none."""
+    path = folder / "optimizers.json"
+    if not path.exists():
+        return {"name": "optimizers", "libraries": {}}
+    return json.loads(path.read_text())
+
+
+# -- the tables -----------------------------------------------------------------------------------
+
+
+def tables(record: Record) -> str:
+    """Markdown: a table for each library, under its heading."""
+    libraries = record["libraries"]
+    usual = libraries.get("torch.optim", {}).get("torch")
+    return "\n\n".join(section(name, found, usual) for name, found in libraries.items())
+
+
+def section(name: str, library: Record, usual_torch: str | None = None) -> str:
+    """The table of a library: a row for all optimizers with the same outcomes."""
+    torch = "" if library["torch"] == usual_torch else f", with torch {library['torch']}"
+    by_cells: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+    left_out: defaultdict[str, list[str]] = defaultdict(list)
+    for optimizer, outcomes in library["outcomes"].items():
+        ranks = ", ".join(outcomes)
+        shown = optimizer if ranks == USUAL else f"{optimizer} ({ranks} ranks)"
+        plain = next(iter(outcomes.values()))[PLAIN].split(": ")
+        if plain[0] == NOT_TRAINED:
+            left_out[plain[1]].append(shown)  # of a message only the beginning
+        else:
+            by_cells[tuple(_cell(outcomes, way) for way in WAYS)].append(shown)
     lines = [
-        f"## {library} {version}\n",
-        "| optimizer | plain DTensors | `local_step` | `flat_step` | `whole_step` |",
-        RULE,
+        f"### {name} {library['version']}{torch}",
+        "",
+        row([PLAIN, *(f"`{way}`" for way in WAYS if way != PLAIN), "optimizers"]),
+        row(["---"] * (1 + len(WAYS))),
     ]
-    for name in names:
-        row = {ranks: found[f"{library}/{name}"] for ranks, found in outcomes.items()}
-        cells = [cell({ranks: by_way[way] for ranks, by_way in row.items()}) for way in WAYS]
-        if cells[0].startswith("not trained"):
-            cells[1:] = [""] * (len(cells) - 1)
-        fewer = "" if set(outcomes) == set(RANKS) else f" ({', '.join(map(str, outcomes))} ranks)"
-        lines.append(f"| {name}{fewer} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    lines += [row([*each, ", ".join(by_cells[each])]) for each in sorted(by_cells, key=_rank)]
+    if left_out:
+        parts = [f"{', '.join(names)} ({reason})" for reason, names in left_out.items()]
+        lines += ["", f"Not trained: {'; '.join(parts)}."]
+    return "\n".join(lines)
 
 
-def write(file: Path, library: str, text: str) -> None:
-    """Insert rows into the table of a library; they replace rows of the same optimizers."""
-    parts = [part.rstrip() + "\n" for part in re.split(r"(?m)^(?=## )", file.read_text())]
-    for i, part in enumerate(parts):
-        if part.startswith(f"## {library} "):
-            parts[i] = _merged(part, text)
-            break
-    else:
-        parts.append(text)
-    file.write_text("\n".join(parts))
+def _cell(outcomes: Outcomes, way: str) -> str:
+    """What became of a way to step, in a word, or one for each number of ranks."""
+    kinds = {ranks: _kind(by_way[way]) for ranks, by_way in outcomes.items()}
+    if len(set(kinds.values())) == 1:
+        return next(iter(kinds.values()))
+    return "; ".join(f"{ranks} ranks: {kind}" for ranks, kind in kinds.items())
 
 
-def _merged(old: str, new: str) -> str:
-    heading, rows = _rows(new)
-    old_heading, old_rows = _rows(old)
-    if heading == old_heading:  # the same version and columns
-        rows = {**old_rows, **rows}
-    return heading + "".join(f"{rows[name]}\n" for name in sorted(rows))
+def _kind(outcome: str) -> str:
+    kind = outcome.split(": ")[0]
+    return "**WRONG**" if kind == "wrong" else kind
 
 
-def _rows(section: str) -> tuple[str, dict[str, str]]:
-    heading, _, rows = section.partition(RULE + "\n")
-    lines = [line for line in rows.splitlines() if line.startswith("| ")]
-    return f"{heading}{RULE}\n", {re.split(r" \(| \| ", line)[0]: line for line in lines}
+def _rank(shown: tuple[str, ...]) -> tuple[Any, ...]:
+    return tuple(KINDS.index(cell) if cell in KINDS else len(KINDS) for cell in shown), shown
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+def printed(library: Record) -> str:
+    """All outcomes, with what was raised in full."""
+    return "\n".join(
+        f"{name}, {way}, {ranks} ranks: {outcome}"
+        for name, outcomes in library["outcomes"].items()
+        for ranks, by_way in outcomes.items()
+        for way, outcome in by_way.items()
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs what the command line says; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.optimizers", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("libraries", nargs="*", default=[], help=", ".join(LIBRARIES))
     parser.add_argument("--only", nargs="*", default=[], help="names of optimizers")
-    parser.add_argument("--write", type=Path, help="file whose tables are replaced")
     parser.add_argument("--ranks", nargs="+", type=int, default=RANKS)
-    options = parser.parse_args()
+    parser.add_argument("--only-table", action="store_true", help="print what was measured before")
+    parser.add_argument("--write", type=Path, help="update the record, and the tables in this file")
+    results = machine.REPOSITORY / "benchmarks" / "results"
+    parser.add_argument("--output", type=Path, default=results, help="folder of the record")
+    options = parser.parse_args(arguments)
+    if options.only_table:
+        text = tables(read(options.output))
+        print(text)
+        if options.write:
+            write_readme(options.write, text, BEGIN, END)
+        return 0
     warnings.simplefilter("ignore")
     for library in options.libraries or LIBRARIES:
         try:
@@ -114,15 +183,20 @@ def main() -> None:
         except ImportError:
             continue
         names = [name for name in names if not options.only or name in options.only]
+        if not names:
+            continue
         found = {
             ranks: run_ranks(train_all, ranks, {"found": [(library, name) for name in names]})
             for ranks in options.ranks
         }
-        text = section(library, names, found)
-        print(text, flush=True)
+        new = measured(library, names, found)
+        print(printed(new), flush=True)
         if options.write:
-            write(options.write, library, text)
+            record = merged(read(options.output), library, new)
+            write_record(record, options.output)
+            write_readme(options.write, tables(record), BEGIN, END)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

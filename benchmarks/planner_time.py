@@ -50,16 +50,16 @@ def measure(name: str) -> list[str]:
         model = make()
     begin = time.process_time()
     made = fsdp2.plan(
-        fsdp2.Workload(model, batch(), loss_fn=next_token_loss, **options),
-        fsdp2.Cluster(hardware, num_ranks),
-        fsdp2.Sharding(mp_policy=POLICY),
+        fsdp2.planning.Workload(model, batch(), loss_fn=next_token_loss, **options),
+        fsdp2.planning.Cluster(hardware, num_ranks),
+        fsdp2.planning.Sharding(mp_policy=POLICY),
     )
     seconds = time.process_time() - begin
-    verdict = "-" if target is None else f"{target:.0f}, {'met' if seconds <= target else 'missed'}"
-    return [
-        name, f"{num_ranks:,} {hardware}", str(len(made.outcomes)), f"{seconds:.1f}", verdict,
-        str(made.chosen.candidate),
-    ]  # fmt: skip
+    if target is not None:
+        progress(f"{seconds:.1f} s; the target of {target:.0f} s is "
+                 f"{'met' if seconds <= target else 'missed'}")  # fmt: skip
+    progress(f"chosen: {made.chosen.candidate}")
+    return [name, f"{num_ranks:,} {hardware}", str(len(made.outcomes)), f"{seconds:.1f}"]
 
 
 def main() -> None:
@@ -67,22 +67,20 @@ def main() -> None:
         prog="python -m benchmarks.planner_time", description=__doc__.partition("\n\n")[0]
     )
     parser.add_argument("--models", nargs="*", default=list(CASES), choices=CASES)
-    parser.add_argument("--write-docs", action="store_true", help="update docs/planning.md")
+    parser.add_argument("--write-docs", action="store_true", help="into docs/planning/method.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    heads = ["model", "on", "configurations", "CPU s", "target", "chosen"]
+    heads = ["model", "ranks", "configurations", "CPU s"]
     lines = [report.row(heads), report.row(["---"] * len(heads))]
     for name in options.models:
         progress(name)
         lines.append(report.row(measure(name)))
     about = machine.describe()
-    text = (
-        f"{about['machine']['cpu']}, one core; torch {about['versions']['torch']}; "
-        f"{about['date'][:10]}, commit {(about['commit'] or 'none')[:12]}.\n\n"
-    ) + "\n".join(lines)
+    where = f"{about['machine']['cpu']}, one core; torch {about['versions']['torch']}."
+    text = f"{where}\n\n" + "\n".join(lines)
     print(text)
     if options.write_docs:
-        page = machine.REPOSITORY / "docs" / "planning.md"
+        page = machine.REPOSITORY / "docs" / "planning" / "method.md"
         report.write_readme(page, text, BEGIN, END)
 
 

@@ -4,9 +4,10 @@ Two hosts (network namespaces, `benchmarks.hosts`) have one rank each; the kerne
 which each sends (``tc``, a token bucket). So what is limited are the bytes that gloo
 really sends, TCP's included. All variants live in the same two processes and take turns; a ratio
 is taken within a round. Beside the times it has the bytes that `explain` says a rank sends, and
-those that the interface has counted. Writes benchmarks/results/policies.json and prints a table.
+those that the interface has counted. Writes benchmarks/results/policies.json and prints a table;
+the page has a shorter one.
 
-    python -m benchmarks.policies [--write-docs]
+    python -m benchmarks.policies [--only-table] [--write-docs]
 
 Needs Linux, root, ``ip`` and ``tc`` (iproute2). Nothing outside of the namespaces is changed.
 """
@@ -42,6 +43,7 @@ BATCH, TOKENS = 4, 64
 SPEEDS: dict[str, int | None] = {
     "no limit": None, "3 Gbit/s": 3000, "1 Gbit/s": 1000, "300 Mbit/s": 300, "100 Mbit/s": 100,
 }  # fmt: skip
+PAGE_SPEEDS = ("1 Gbit/s", "300 Mbit/s", "100 Mbit/s")
 BF16, INT8, FLOAT8 = torch.bfloat16, torch.int8, torch.float8_e4m3fn
 FULL = "in full"
 VARIANTS: dict[str, CommPolicy | None] = {
@@ -171,6 +173,26 @@ def table(results: dict[str, Any], speeds: list[str]) -> str:
     return "\n".join(lines)
 
 
+def page_table(results: dict[str, Any]) -> str:
+    """The table of the page: what is sent, times on slow links, and from where a policy pays."""
+    speeds = [s for s in PAGE_SPEEDS if s in next(iter(results.values()))[FULL]["seconds"]]
+    header = ["computes in, policy", "MB sent", *speeds, "pays from"]
+    lines = [row(header), row(["---"] * len(header))]
+    for precision, runs in results.items():
+        for name, made in runs.items():
+            base = None if name == FULL else runs[FULL]["seconds"]
+            cells = [
+                f"{precision.split()[0]}, {'no policy' if base is None else name}",
+                f"{made['told'] / 1e6:.2f}",
+            ]
+            for speed in speeds:
+                other = None if base is None else base[speed]
+                cells.append(host_ranks.time_cell(made["seconds"][speed], other, spread=False))
+            pays = "-" if base is None else begins_to_pay(runs, name, list(base))
+            lines.append(row([*cells, pays]))
+    return "\n".join(lines)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs what the command line says; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.policies")
@@ -195,10 +217,10 @@ def main(arguments: list[str] | None = None) -> int:
     record = json.loads(path.read_text())
     results = record["results"]
     speeds = list(next(iter(results.values()))[FULL]["seconds"])
-    text = f"{describe(record)}\n\n{table(results, speeds)}"
-    print(text)
+    print(f"{describe(record)}\n\n{table(results, speeds)}")
     if options.write_docs:
         page = machine.REPOSITORY / "docs" / "communication.md"
+        text = f"{describe(record)}\n\n{page_table(results)}"
         write_readme(page, text, "<!-- policies:begin -->", "<!-- policies:end -->")
     return 0
 

@@ -252,9 +252,9 @@ def predict(name: str, hardware: Hardware, num_ranks: int) -> dict[str, dict[str
         for samples in model.samples:
             rotation.cache_clear()  # or a trace would meet the tensors of another one
             made = fsdp2.predict(
-                fsdp2.Workload(model.make(), model.batch(samples), loss_fn=model.loss),
-                fsdp2.Sharding(**STRATEGIES[strategy]),
-                fsdp2.Cluster(hardware, mesh=mesh_shape(strategy, num_ranks)),
+                fsdp2.planning.Workload(model.make(), model.batch(samples), loss_fn=model.loss),
+                fsdp2.planning.Sharding(**STRATEGIES[strategy]),
+                fsdp2.planning.Cluster(hardware, mesh=mesh_shape(strategy, num_ranks)),
             )
             found[strategy][str(samples)] = {
                 "seconds": made.seconds,
@@ -326,14 +326,13 @@ def summary(rows: list[Row]) -> str:
     errors = sorted(abs(each.error) for each in rows)
     close = sum(error <= CLOSE for error in errors)
     worst = statistics.quantiles(errors, n=10, method="inclusive")[-1]
-    same, of_same = ordered(rows, within=True)
-    every, of_every = ordered(rows, within=False)
+    right, of_all = ordered(rows, within=False)
+    spread = max(each.spread for each in rows)
     return (
         f"{close} of {len(rows)} predictions are within {100 * CLOSE:.0f} % of the measured step; "
-        f"the median error is {100 * statistics.median(errors):.0f} %, the 90th percentile "
-        f"{100 * worst:.0f} %, the largest {100 * errors[-1]:.0f} %. Of pairs that differ by more "
-        f"than {100 * DIFFER:.0f} %, {same} of {of_same} within a model are ordered right, and "
-        f"{every} of {of_every} in all."
+        f"median error {100 * statistics.median(errors):.0f} %, 90th percentile {100 * worst:.0f} "
+        f"%. Of pairs that differ by more than {100 * DIFFER:.0f} %, {right} of {of_all} are "
+        f"ordered right. Spread of a step: up to ± {100 * spread:.0f} %."
     )
 
 
@@ -349,20 +348,32 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def by_model(runs: dict[str, list[Row]]) -> str:
+    """A Markdown table of several numbers of ranks: the steps of each model in a line."""
+    heads = ["model"]
+    for ranks in runs:
+        heads += [f"{ranks} ranks: within {100 * CLOSE:.0f} %", "largest error"]
+    lines = [row(heads), row(["---"] * len(heads))]
+    for model in dict.fromkeys(each.model for rows in runs.values() for each in rows):
+        cells = [model]
+        for rows in runs.values():
+            errors = sorted((each.error for each in rows if each.model == model), key=abs)
+            close = sum(abs(error) <= CLOSE for error in errors)
+            cells += [f"{close} of {len(errors)}", f"{100 * errors[-1]:+.0f} %" if errors else "-"]
+        lines.append(row(cells))
+    return "\n".join(lines)
+
+
 def text_of(record: dict[str, Any]) -> str:
-    """What the page has: of each number of ranks where from, the summary, and the table."""
-    parts = []
-    for num_ranks, run in sorted(record["runs"].items()):
-        versions, where = run["versions"], run["machine"]
-        changed = " with changes" * run["uncommitted_changes"]
-        commit = (run["commit"] or "unknown")[:12] + changed
-        rows = rows_of(run["results"])
-        parts.append(
-            f"{num_ranks} ranks of one thread over gloo; {where['cpu']}, {where['cores']} cores; "
-            f"torch {versions['torch']}; {run['date'][:10]}, commit {commit}. {summary(rows)}\n\n"
-            f"{table(rows)}"
-        )
-    return "\n\n".join(parts)
+    """What the page has: where from, a summary for each number of ranks, and a table."""
+    runs = {ranks: rows_of(each["results"]) for ranks, each in sorted(record["runs"].items())}
+    places = {
+        f"{each['machine']['cpu']}, {each['machine']['cores']} cores; "
+        f"torch {each['versions']['torch']}; ranks of one thread over gloo."
+        for each in record["runs"].values()
+    }
+    lines = [f"- {ranks} ranks: {summary(rows)}" for ranks, rows in runs.items()]
+    return "\n".join([*sorted(places), "", *lines, "", by_model(runs)])
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -397,7 +408,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--output", type=Path, default=machine.REPOSITORY / "benchmarks" / "results", metavar="DIR"
     )
-    parser.add_argument("--write-docs", action="store_true", help="update docs/planning.md")
+    parser.add_argument("--write-docs", action="store_true", help="into docs/planning/accuracy.md")
     options = parser.parse_args(arguments)
     if unknown := set(options.models) - set(MODELS):
         parser.error(f"no model {', '.join(sorted(unknown))}: choose from {', '.join(MODELS)}")
@@ -411,9 +422,10 @@ def main(arguments: list[str] | None = None) -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
     text = text_of(record)
+    print("\n\n".join(table(rows_of(each["results"])) for each in record["runs"].values()), "\n")
     print(text)
     if options.write_docs:
-        write_readme(machine.REPOSITORY / "docs" / "planning.md", text, BEGIN, END)
+        write_readme(machine.REPOSITORY / "docs" / "planning" / "accuracy.md", text, BEGIN, END)
     return 0
 
 

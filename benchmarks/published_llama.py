@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2 import register_cost
+from fsdp2.planning import register_cost
 
 from .published_layers import (
     ColumnLinear,

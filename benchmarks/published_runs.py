@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fsdp2 import Kernels, MixedPrecisionPolicy, Sharding, Workload
-from fsdp2.planning import SimulatedStep, Simulator, find_hardware
+from fsdp2 import MixedPrecisionPolicy
+from fsdp2.planning import Kernels, Sharding, SimulatedStep, Simulator, Workload, find_hardware
 from fsdp2.planning.predictor import Configuration, Predictor
 from fsdp2.planning.replay.pipeline import RankStage
 from fsdp2.planning.simulation.pipeline_estimates import estimate_pipeline, stages_alone

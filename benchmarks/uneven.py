@@ -1,4 +1,4 @@
-"""Two hosts, one of which is slowed down: what its batch by speed gains, for docs/planning.md.
+"""Two hosts, one slowed down: what its batch by speed gains, for docs/planning/hardware.md.
 
 As a user would go about it: `fsdp2 doctor` runs on both hosts, its figures become a hardware file,
 `fsdp2 plan` reads that and divides the batch. Then a language model is trained on both hosts, with
@@ -41,7 +41,6 @@ from torch.distributed.tensor import DTensor
 import fsdp2
 
 from . import host_ranks, machine
-from .choosing import describe
 from .hosts import Host, hosts
 from .models import LM, Block, LMConfig
 from .ranks import progress
@@ -55,6 +54,7 @@ HOSTS, SLOW = 2, 1
 EVEN, BY_SPEED, UNDISTURBED = "equal batches", "batches by speed", "equal batches, no slow host"
 WARM_UP_STEPS = 2
 DOCTOR_PORT = 29512
+BEGIN, END = "<!-- uneven:begin -->", "<!-- uneven:end -->"
 
 
 def model() -> LM:
@@ -303,10 +303,18 @@ def table(record: dict[str, Any]) -> str:
     found = host_ranks.ratios(results[BY_SPEED]["seconds"], results[EVEN]["seconds"])
     speeds = " and ".join(f"{speed:g}" for speed in record["hardware"]["speeds"])
     return (
-        "\n".join(lines) + f"\n\n`fsdp2 doctor` measured speeds of {speeds}. Batches by speed take "
-        f"{statistics.median(found):.2f} of the time of equal ones; the plan said "
-        f"{record['predicted']:.2f}."
+        "\n".join(lines)
+        + f"\n\n`fsdp2 doctor` measured speeds of {speeds}. Batches by speed shorten "
+        f"the step by {100 * (1 - statistics.median(found)):.0f} %; the plan predicted "
+        f"{100 * (1 - record['predicted']):.0f} %."
     )
+
+
+def text_of(record: dict[str, Any]) -> str:
+    """What the page has: where from, and the table."""
+    where, torch_version = record["machine"], record["versions"]["torch"]
+    about = f"{where['cpu']}; two hosts of one rank and one core over gloo; torch {torch_version}."
+    return f"{about}\n\n{table(record)}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -330,12 +338,11 @@ def main(arguments: list[str] | None = None) -> int:
         options.output.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1) + "\n")
     record = json.loads(path.read_text())
-    about_it = describe(record).replace("2 ranks", "2 hosts of one rank and one core")
-    text = f"{about_it}\n\n{table(record)}"
+    text = text_of(record)
     print(text)
     if options.write_docs:
-        page = machine.REPOSITORY / "docs" / "planning.md"
-        write_readme(page, text, "<!-- uneven:begin -->", "<!-- uneven:end -->")
+        page = machine.REPOSITORY / "docs" / "planning" / "hardware.md"
+        write_readme(page, text, BEGIN, END)
     return 0
 
 

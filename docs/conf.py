@@ -8,6 +8,7 @@ links between pages by Sphinx, names of torch and of the standard library by imp
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,15 @@ project = "fsdp2"
 copyright = "the authors of fsdp2"
 version = release = fsdp2.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
+myst_enable_extensions = ["colon_fence"]
 exclude_patterns = ["_build"]
 nitpicky = True
 
@@ -37,10 +46,16 @@ autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
 add_module_names = False
 
-# Headings are the targets of links like planning.md#the-picture, as on the pages of a repository.
+# Headings are the targets of links like profiling.md#the-picture, as on the pages of a repository.
 myst_heading_anchors = 4
 
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_favicon = "_static/logo.svg"
+# A prompt is no part of a command.
+copybutton_prompt_text = r"\$ |>>> |\.\.\. "
+copybutton_prompt_is_regexp = True
 html_title = f"fsdp2 {release}"
 html_copy_source = False
 html_show_sphinx = False
@@ -68,7 +83,7 @@ NOT_PUBLIC = {
 # Classes that only the library makes: how is not told.
 MADE_BY_THE_LIBRARY = {
     "fsdp2.GradientReductionHandle",
-    "fsdp2.Profile",
+    "fsdp2.profiling.Profile",
     "fsdp2.UnshardHandle",
     "fsdp2.checkpoint.SaveHandle",
 }
@@ -108,6 +123,17 @@ def shown_signature(
     return signature and signature.replace("<factory>", "..."), returned
 
 
+def with_anchors(app: Any, name: str, source: list[str]) -> None:
+    """Gives each message of troubleshooting.md an address of its own: ``#message-...``."""
+
+    def row(found: re.Match[str]) -> str:
+        slug = "-".join(re.findall(r"[a-z0-9]+", found[1].lower())[:8])
+        return f'| <span id="message-{slug}"></span>{found[0][2:]}'
+
+    if name == "troubleshooting":
+        source[0] = re.sub(r"^\| `([^`]+)`", row, source[0], flags=re.MULTILINE)
+
+
 def without_overloads(analyze: Any) -> Any:
     """`ModuleAnalyzer.analyze`: overloads are for type checkers, pages show one signature."""
 
@@ -121,4 +147,5 @@ def without_overloads(analyze: Any) -> Any:
 def setup(app: Any) -> None:
     ModuleAnalyzer.analyze = without_overloads(ModuleAnalyzer.analyze)
     app.connect("missing-reference", resolve_elsewhere)
+    app.connect("source-read", with_anchors)
     app.connect("autodoc-process-signature", shown_signature)

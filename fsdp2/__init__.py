@@ -17,7 +17,7 @@ from .common.versions import __version__ as __version__
 # the planner. Type checkers read the imports; `_HOME` says the same at run time, and
 # tests/unit/test_imports.py compares the two.
 if TYPE_CHECKING:
-    from . import optim, wrap
+    from . import optim, planning, profiling, wrap
     from .api.deterministic import deterministic
     from .api.forward_methods import register_fsdp_forward_method
     from .api.full_state import full_state_dict, iter_full_tensors, load_full_state_dict
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .api.merging import merge_units
     from .api.module import FSDPModule, UnshardHandle
     from .api.replicate import replicate
-    from .api.shard_model import Sharding, shard_model
+    from .api.shard_model import shard_model
     from .batches import split_batch
     from .describe.explain import explain
     from .describe.explanation import Explanation
@@ -37,25 +37,8 @@ if TYPE_CHECKING:
     from .guards.rank_agreement.store_exchange import RanksDisagreeError
     from .offload.activations import ActivationBytes, offload_activations
     from .offload.optimizer_state import offload_optimizer
-    from .optim import clip_grad_norm_, get_total_norm
-    from .planning import (
-        Cluster,
-        Estimate,
-        Hardware,
-        Kernels,
-        Plan,
-        Prediction,
-        StateOffload,
-        Sweep,
-        TrainingCost,
-        Workload,
-        estimate,
-        plan,
-        predict,
-        register_cost,
-        sweep,
-        training_cost,
-    )
+    from .optim import clip_grad_norm_
+    from .planning import estimate, plan, predict
     from .policy import (
         CPUOffloadPolicy,
         DataParallelMeshDims,
@@ -63,38 +46,24 @@ if TYPE_CHECKING:
         OffloadPolicy,
         ShardPlacementResult,
     )
-    from .profiling import Profile, profile
+    from .profiling import profile
     from .transports.compressed.policy import CommPolicy
-    from .wrap import UnitDescription, units_of
 
 __all__ = [
     "ActivationBytes",
     "CPUOffloadPolicy",
-    "Cluster",
     "CommPolicy",
     "DataParallelMeshDims",
-    "Estimate",
     "Explanation",
     "FSDPModule",
     "GradientReductionHandle",
     "HangReport",
     "HangWarning",
-    "Hardware",
-    "Kernels",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
-    "Plan",
-    "Prediction",
-    "Profile",
     "RanksDisagreeError",
     "ShardPlacementResult",
-    "Sharding",
-    "StateOffload",
-    "Sweep",
-    "TrainingCost",
-    "UnitDescription",
     "UnshardHandle",
-    "Workload",
     "broadcast_replicas",
     "check_ranks_agree",
     "clip_grad_norm_",
@@ -103,7 +72,6 @@ __all__ = [
     "explain",
     "full_state_dict",
     "fully_shard",
-    "get_total_norm",
     "init_on_whole_tensors",
     "iter_full_tensors",
     "load_full_state_dict",
@@ -113,17 +81,15 @@ __all__ = [
     "offload_optimizer",
     "optim",
     "plan",
+    "planning",
     "predict",
     "profile",
-    "register_cost",
+    "profiling",
     "register_fsdp_forward_method",
     "replicate",
     "shard_model",
     "share_comm_ctx",
     "split_batch",
-    "sweep",
-    "training_cost",
-    "units_of",
     "watch_hangs",
     "watch_ranks",
     "wrap",
@@ -133,31 +99,18 @@ __all__ = [
 _HOME = {
     "ActivationBytes": "offload.activations",
     "CPUOffloadPolicy": "policy",
-    "Cluster": "planning",
     "CommPolicy": "transports.compressed.policy",
     "DataParallelMeshDims": "policy",
-    "Estimate": "planning",
     "Explanation": "describe.explanation",
     "FSDPModule": "api.module",
     "GradientReductionHandle": "features.finalization",
     "HangReport": "describe.hangs",
     "HangWarning": "describe.hangs",
-    "Hardware": "planning",
-    "Kernels": "planning",
     "MixedPrecisionPolicy": "policy",
     "OffloadPolicy": "policy",
-    "Plan": "planning",
-    "Prediction": "planning",
-    "Profile": "profiling",
     "RanksDisagreeError": "guards.rank_agreement.store_exchange",
     "ShardPlacementResult": "policy",
-    "Sharding": "api.shard_model",
-    "StateOffload": "planning",
-    "Sweep": "planning",
-    "TrainingCost": "planning",
-    "UnitDescription": "wrap",
     "UnshardHandle": "api.module",
-    "Workload": "planning",
     "broadcast_replicas": "api.initialization",
     "check_ranks_agree": "describe.rank_checks",
     "clip_grad_norm_": "optim",
@@ -166,7 +119,6 @@ _HOME = {
     "explain": "describe.explain",
     "full_state_dict": "api.full_state",
     "fully_shard": "api.fully_shard",
-    "get_total_norm": "optim",
     "init_on_whole_tensors": "api.initialization",
     "iter_full_tensors": "api.full_state",
     "load_full_state_dict": "api.full_state",
@@ -177,24 +129,46 @@ _HOME = {
     "plan": "planning",
     "predict": "planning",
     "profile": "profiling",
-    "register_cost": "planning",
     "register_fsdp_forward_method": "api.forward_methods",
     "replicate": "api.replicate",
     "shard_model": "api.shard_model",
     "share_comm_ctx": "api.functions",
     "split_batch": "batches",
-    "sweep": "planning",
-    "training_cost": "planning",
-    "units_of": "wrap",
     "watch_hangs": "describe.hangs",
     "watch_ranks": "describe.rank_checks",
 }
-_MODULES = ("checkpoint", "custom", "experts", "optim", "policy", "testing", "wrap")
+_MODULES = (
+    "checkpoint",
+    "custom",
+    "experts",
+    "optim",
+    "planning",
+    "policy",
+    "profiling",
+    "testing",
+    "wrap",
+)
+# Names that were here before 0.1.0, and go with 0.2.0.
+_MOVED = {
+    "planning": (
+        *("Cluster", "Estimate", "Hardware", "Kernels", "Plan", "Prediction", "Sharding"),
+        *("StateOffload", "Sweep", "TrainingCost", "Workload"),
+        *("register_cost", "sweep", "training_cost"),
+    ),
+    "profiling": ("Profile",),
+    "optim": ("get_total_norm",),
+    "wrap": ("UnitDescription", "units_of"),
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f".{name}", __name__)
+    for module, names in _MOVED.items():
+        if name in names:
+            warn = import_module("warnings").warn
+            warn(f"fsdp2.{name} is fsdp2.{module}.{name} now", DeprecationWarning, stacklevel=2)
+            return getattr(import_module(f".{module}", __name__), name)
     if name not in _HOME:
         from .common.suggestions import did_you_mean
 

@@ -83,9 +83,16 @@ def build(folder: Path) -> tuple[Path, Path]:
         if (ROOT / name).exists():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, source / name)
-    run([sys.executable, "-m", "build", "--outdir", str(folder / "dist"), str(source)], folder)
-    (wheel,) = (folder / "dist").glob("*.whl")
-    (sdist,) = (folder / "dist").glob("*.tar.gz")
+    return build_of(source, folder / "dist")
+
+
+def build_of(source: Path, output: Path) -> tuple[Path, Path]:
+    """Wheel and sdist of a tree, in ``output``, without what was there before."""
+    for old in (*output.glob("*.whl"), *output.glob("*.tar.gz")):
+        old.unlink()
+    run([sys.executable, "-m", "build", "--outdir", str(output), str(source)], source)
+    (wheel,) = output.glob("*.whl")
+    (sdist,) = output.glob("*.tar.gz")
     print(f"{wheel.name}: {wheel.stat().st_size:,} bytes; {sdist.name}: {sdist.stat().st_size:,}")
     return wheel, sdist
 

@@ -20,7 +20,10 @@ from torch import Tensor
 
 from common.options import fail
 
-MISSING = "{0} is not installed: pip install {0} (in a checkout: pip install '.[examples]')"
+MISSING = (
+    "{0} is not installed: pip install {0} "
+    "(in a checkout: pip install -r requirements/examples.txt)"
+)
 
 
 class Batches:

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from common.options import checkpoint_path
 from common.text_data import Text, ngram_bits_per_byte, validation_starts
-from fsdp2 import Profile, explain
+from fsdp2 import explain
+from fsdp2.profiling import Profile
 
 try:
     from tqdm import tqdm

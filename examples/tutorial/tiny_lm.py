@@ -68,8 +68,3 @@ def batch_of(step: int) -> Tensor:
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
     """The mean cross-entropy of predicting each token from those before it."""
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def inputs() -> Tensor:
-    """A batch of one rank, for `fsdp2 estimate` and `fsdp2 plan`."""
-    return batch_of(1)[:, :-1]

@@ -105,7 +105,7 @@ def checked_device(mesh: DataParallelMesh) -> torch.device:
 
 
 def checked_reshard(value: Any, mesh: DataParallelMesh) -> bool | int | None:
-    """``reshard_after_forward`` as `meant_reshard`, once it fits the mesh."""
+    """``reshard_after_forward`` as `meant_reshard` returns it, after a check against the mesh."""
     if value is None or isinstance(value, bool):
         return value
     if not isinstance(value, int):
@@ -128,7 +128,7 @@ def checked_reshard(value: Any, mesh: DataParallelMesh) -> bool | int | None:
 
 
 def meant_reshard(value: Any, num_shards: int) -> Any:
-    """``reshard_after_forward``, with False and True for the numbers that mean the same."""
+    """``reshard_after_forward``, with False and True in place of the equivalent numbers."""
     if type(value) is int and value in (1, num_shards):
         return value != 1
     return value
@@ -137,8 +137,8 @@ def meant_reshard(value: Any, num_shards: int) -> Any:
 def backward_reads_parameters(modules: Iterable[nn.Module]) -> bool:
     """Whether backward reads the parameters of ``modules``: an embedding's reads only indices."""
     for module in modules:
-        # Hooks may compute the weight from others (`spectral_norm`) or use it, and so may a
-        # subclass of tensors. Those of tensor parallelism lay out inputs and outputs.
+        # Hooks may compute the weight from others (`spectral_norm`) or use it, and so may a tensor
+        # subclass. The hooks of tensor parallelism only lay out inputs and outputs.
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
         only_looks_up = (
             type(module) is nn.Embedding
@@ -288,8 +288,8 @@ def check_modules_are_free(modules: Iterable[nn.Module], names: dict[nn.Module, 
 def is_taken(param: nn.Parameter, module: nn.Module, tops: Iterable[nn.Module]) -> bool:
     """Whether a unit that does not contain all of ``tops`` holds ``param``, of ``module``, already.
 
-    It keeps the parameter: at the first forward the unit gets it that is gathered wherever it is
-    used.
+    That unit keeps the parameter. At the first forward, the parameter moves to the unit that is
+    gathered wherever it is used.
 
     Raises:
         ValueError: if the unit contains all of ``tops``.
@@ -349,8 +349,8 @@ def check_parameter(
             f"Parameter '{name}' is already a DTensor, {tuple(param.placements)} on {own}, whose "
             f"ranks {shared} are also in the mesh passed to fully_shard ({mesh.mesh}). If "
             "an earlier fully_shard (or torch's) on a module around this one sharded it, "
-            f"{_BOTTOM_UP[0].lower()}{_BOTTOM_UP[1:]}. If it is tensor parallel, its mesh and that "
-            'of fully_shard must be different dims of one mesh, like mesh["tp"] and mesh["dp"]'
+            f"{_BOTTOM_UP[0].lower()}{_BOTTOM_UP[1:]}. If it is tensor parallel, its mesh and the "
+            'one of fully_shard must be different dims of one mesh, like mesh["tp"] and mesh["dp"]'
         )
 
 
@@ -361,7 +361,7 @@ def _ranks(mesh: Any) -> set[int]:
 def warn_of_other_meshes(unit: Unit, tops: Iterable[nn.Module]) -> None:
     """Warn about units inside ``tops`` whose mesh leaves out replicas: usually a mistake.
 
-    Units on meshes of other ranks hold experts, and those of `replicate` differ on purpose.
+    Units on meshes of other ranks hold experts, and replicated units differ on purpose.
     """
     mesh = unit.mesh
     if mesh.shard_group is None or mesh.num_replicas == 1:

@@ -1,7 +1,7 @@
-"""How a unit communicates: the methods of `FSDPModule` that choose it, and what excludes what.
+"""The methods of `FSDPModule` that set how a unit communicates, and checks of their combinations.
 
 They are functions that the class takes over, not methods of a base class: other libraries find a
-sharded module's own class as ``type(module).__mro__[2]``, right after `FSDPModule`.
+sharded module's original class as ``type(module).__mro__[2]``, right after `FSDPModule`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from ..transports.custom import AllGather, ReduceScatter, choose_symmetric_backe
 def set_custom_all_gather(self: nn.Module, comm: AllGather) -> None:
     """Gather with ``comm``, into memory that it allocates. Not recursive.
 
-    Parameters are then copied out of one flat buffer. Applies from the next gather on.
+    Parameters are then copied out of one flat buffer. This takes effect at the next gather.
 
     Args:
-        comm: an object with the two methods of `fsdp2.custom.AllGather`; needs no base class.
+        comm: an object with the two methods of `fsdp2.custom.AllGather`; it needs no base class.
 
     Raises:
         ValueError: if parameters of this module are on different meshes.
@@ -71,18 +71,20 @@ def set_custom_reduce_scatter(self: nn.Module, comm: ReduceScatter) -> None:
 def set_comm_policy(self: nn.Module, policy: CommPolicy | None, *, recurse: bool = True) -> None:
     """Send fewer bytes from the next gather on; residuals of error feedback start from zero.
 
-    All ranks call it. Collective over the ranks of the mesh where groups must be made, for
-    ``ranks_per_node``. What is packed stays so, and travels in bfloat16: between hosts of
-    accelerators that may be whole units, which ``comm_policy`` of `fully_shard` leaves direct.
+    Call this on all ranks. It is collective over the mesh if ``ranks_per_node`` needs new groups.
+
+    Parameters that `fully_shard` packed for the gather stay packed and are sent in bfloat16. On
+    accelerators these can be whole units between hosts. To avoid that, pass ``comm_policy`` to
+    `fully_shard`, which then does not pack whole units.
 
     Args:
-        policy: None: send everything in full again.
+        policy: the new policy. None: send everything uncompressed again.
         recurse: whether to set it for sharded submodules too.
 
     Raises:
         TypeError: if it is not a `CommPolicy`.
-        ValueError: if a parameter cannot be sent so (a tensor subclass, a complex one), or with a
-            custom collective. No unit has been changed then.
+        ValueError: if a parameter cannot be compressed (tensor subclasses, complex numbers), or if
+            there is a custom collective. No unit has been changed then.
 
     Example:
         >>> model.set_comm_policy(CommPolicy(gather=torch.int8, reduce=torch.int8))
@@ -105,15 +107,15 @@ def set_all_reduce_hook(
     """Call ``hook`` on reduced gradients before they are assigned to ``.grad``. Not recursive.
 
     Args:
-        hook: gets contiguous 1-D parts of this rank's gradient shard, in the reduce dtype,
-            after the reduce-scatter (and the all-reduce over replicas, if any), and may
-            change them in place, for example all-reduce them over other ranks. It is called
-            once per part; large units of several dtypes have several parts. All ranks set it,
-            also where only one does something in it.
+        hook: gets contiguous 1-D parts of this rank's gradient shard, in the reduce dtype. It runs
+            after the reduce-scatter (and the all-reduce over replicas, if any) and may change
+            its argument in place, for example all-reduce it over other ranks. It is called
+            once per part; large units of several dtypes have several parts. Set it on all ranks,
+            even if it acts on only one of them.
         stream: the stream to run it on, with a 1-D mesh. None: the reduction's stream.
 
     Raises:
-        ValueError: for a ``stream`` with a 2-D mesh, or parameters on different meshes.
+        ValueError: for a ``stream`` with a 2-D mesh, or for parameters on different meshes.
     """
     unit = unit_of(self)
     _check_one_mesh(unit, "set_all_reduce_hook")
@@ -156,12 +158,12 @@ def set_separate_reduce_scatter_group(
 ) -> None:
     """Set whether reduce-scatters have their own process group, and so their own communicator.
 
-    By default they have one on NCCL and similar backends, created when the module is sharded:
-    otherwise they would queue behind all-gathers. Collective over the ranks of the mesh if a
-    group must be created.
+    By default they have one on NCCL and similar backends, where they would otherwise queue behind
+    all-gathers. It is created when the module is sharded. This call is collective over the ranks
+    of the mesh if a group must be created.
 
     Args:
-        enable: True creates one on any backend; False shares the all-gathers' group.
+        enable: True creates a group on any backend; False shares the all-gathers' group.
         recurse: whether to set it for sharded submodules too.
     """
     method = "set_separate_reduce_scatter_group"
@@ -174,7 +176,7 @@ def set_reduce_scatter_max_input_buffers(
 ) -> None:
     """Limit how many units' gradients may be in flight before compute waits for the oldest.
 
-    The default limit is in bytes: the size of two of the largest blocks (one on the CPU).
+    The default limit is in bytes: twice the size of the largest block (on the CPU, once).
 
     Raises:
         TypeError: if it is not an int.
@@ -191,8 +193,8 @@ def set_reduce_scatter_max_input_buffers(
 def set_allocate_memory_from_process_group_for_comm(self: nn.Module, enable: bool) -> None:
     """Set whether collectives use flat buffers that the process group allocates (NCCL).
 
-    Lets NCCL reduce in the network where supported, at the cost of copies into and out of
-    flat buffers. Not recursive.
+    This lets NCCL reduce in the network where supported. It costs copies into and out of flat
+    buffers. Not recursive.
 
     Raises:
         RuntimeError: without CUDA and NCCL, or with a custom collective.
@@ -202,24 +204,24 @@ def set_allocate_memory_from_process_group_for_comm(self: nn.Module, enable: boo
 
 
 def set_symm_mem_for_comm(self: nn.Module, backend: str = "NCCL") -> None:
-    """Gather into symmetric memory, which the ranks know of each other. Not recursive.
+    """Gather into symmetric memory, to which ranks have mutual access. Not recursive.
 
-    Unsharded parameters lie in it, so nothing is copied out of a buffer. NCCL chooses how: with
-    copy engines, which leave the multiprocessors to compute, if the environment variable
-    ``NCCL_CTA_POLICY`` is 2 (within a node), else with kernels of its own. Parameters of this unit
-    are then freed with the unit and never earlier. Tensor subclasses that decide what is gathered
-    are gathered as usual.
+    Unsharded parameters live in this memory, so nothing is copied out of a buffer. If the
+    environment variable ``NCCL_CTA_POLICY`` is 2, NCCL gathers within a node with copy engines,
+    which leave the multiprocessors to compute. Otherwise it uses its kernels. Parameters of this
+    unit are then freed with the unit and never earlier. Tensor subclasses with their own all-gather
+    hooks are gathered as usual.
 
-    Reduce-scatters use it too after ``set_force_sum_reduction_for_comms(True)``, with buffers and
-    copies. Has not run on a GPU yet.
+    After ``set_force_sum_reduction_for_comms(True)``, reduce-scatters use symmetric memory too,
+    with buffers and copies. This method has not run on a GPU yet.
 
     Args:
         backend: of `torch.distributed._symmetric_memory`; for the whole process.
 
     Raises:
         RuntimeError: without CUDA and NCCL 2.27; with a custom collective; after symmetric memory
-            of another backend was allocated; or if captured graphs may use what is gathered now
-            (`set_keep_unsharded_storage`): call this before the first forward.
+            of another backend was allocated; or if captured graphs may use the gathered parameters
+            (`set_keep_unsharded_storage`). Call this before the first forward.
         ValueError: for a ``backend`` other than "NCCL".
     """
     if backend != "NCCL":
@@ -236,7 +238,7 @@ def _change(unit: Unit, method: str, options: CommOptions, *, one_mesh: bool = F
 
     Args:
         method: the public method that was called, for messages.
-        options: what they are to be.
+        options: the new options.
         one_mesh: whether the option needs all parameters on one mesh.
     """
     if one_mesh:
@@ -246,16 +248,16 @@ def _change(unit: Unit, method: str, options: CommOptions, *, one_mesh: bool = F
         if unit.config.comm_options.memory is not None:
             raise RuntimeError(
                 f"{method} cannot be combined with process-group or symmetric memory, "
-                "which has collectives of its own"
+                "which has its own collectives"
             )
     check_sent(unit, unit.params, options)
-    # Waits for a gather in flight: it was started by transports that are about to be dropped.
+    # Waits for a gather in flight, which started on transports that are about to be dropped.
     if unit.runtime is not None:
         runtime_of(unit).reshard(unit)
     group = unit.param_group
     unit.config.comm_options = options
-    # Transports are made with these options, and the plans of reductions depend on transports: on
-    # what these must copy in, and cast.
+    # Transports are made with these options. The plans of reductions depend on transports, which
+    # decide what must be copied in and cast.
     group.transports.clear()
     group.reduce_plans.clear()
     # Now, while all ranks are in this call: making a group is collective, and in the middle of a
@@ -268,8 +270,8 @@ def _change(unit: Unit, method: str, options: CommOptions, *, one_mesh: bool = F
 @torch.inference_mode(False)
 @torch.no_grad()
 def _follow_options(group: ParamGroup) -> None:
-    """Communicate anew what is there: storages and parameters stay."""
-    # Graphs refer to the unsharded parameters, which hold gradients of micro-batches as well.
+    """Make new transports for the gathered parameters; storages and parameters stay."""
+    # Graphs refer to the unsharded parameters, which also hold gradients of micro-batches.
     group.make_transports()
     for bucket, transports in zip(group.buckets, group.transports, strict=True):
         if bucket.gathered is None or bucket.gathered.plan is None:

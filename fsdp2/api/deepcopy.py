@@ -58,11 +58,11 @@ class ToBeCopied:
 
 
 def refuse_own_deepcopy(cls: type) -> dict[str, Any]:
-    """What to put into the class of sharded modules of class ``cls``."""
+    """Attributes for the class of sharded modules of class ``cls``."""
 
     def refuse(self: nn.Module, memo: dict[int, Any]) -> None:
         raise NotImplementedError(
-            f"{cls.__name__} has its own __deepcopy__, which does not know about sharding: "
+            f"{cls.__name__} has its own __deepcopy__, which does not handle sharding: "
             "build a second model, shard it and load this one's state_dict()"
         )
 

@@ -1,10 +1,10 @@
 """Steps of torch's elementwise optimizers on local shards, without a call by the user.
 
-A step over DTensors computes what a step over the local shards does, with DTensor's dispatch around
-each operation. For the optimizers of `ELEMENTWISE` that is known, so their `step` is replaced: if
-all parameters are those of `fully_shard`, it shows them as `local_step` or `flat_step` does. All
-else is left to the step that the class had: subclasses, other parameters, differentiable steps, and
-steps that torch.compile traces.
+A step over DTensors gives the same result as a step over the local shards, but with DTensor's
+dispatch around each operation. This holds for the optimizers of `ELEMENTWISE`, so their `step` is
+replaced. If `fully_shard` has sharded all parameters, the new step works on their local tensors, as
+`local_step` or `flat_step` do. The original step handles everything else: subclasses, other
+parameters, differentiable steps, and steps that torch.compile traces.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ _local_of = attrgetter("_local_tensor")
 
 @dataclass
 class _Params:
-    """The parameters of an optimizer, and what is known of them as long as they are the same.
+    """The parameters of an optimizer, with facts that hold as long as they stay the same.
 
     Attributes:
-        shards: their local tensors, of which moving or casting makes others; empty if not all of
-            them are sharded by this package.
-        may_be_flat: unless the step is fused, flat tensors over them give the same bits, and the
-            host does not wait to find them.
+        shards: their local tensors, which moving or casting replaces; empty if this package has not
+            sharded all parameters.
+        may_be_flat: whether a step on flat tensors gives the same bits (unless it is fused) and
+            finding these tensors does not make the host wait.
     """
 
     all: list[Tensor]

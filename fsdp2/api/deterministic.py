@@ -1,4 +1,4 @@
-"""`deterministic`: runs that can be repeated bit for bit."""
+"""`deterministic`: bitwise reproducible runs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..transports.host.meeting import ORDER
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _CUBLAS_VALUES = (":4096:8", ":16:8")  # what cuBLAS calls reproducible
 _NCCL = "NCCL_ALGO"
-# Rings and trees add in an order that follows from the ranks and the topology; these let switches
-# add, in the order in which terms arrive.
+# Rings and trees add in an order that follows from the ranks and the topology. These algorithms let
+# switches add, in the order in which terms arrive.
 _NO_SWITCHES = "^NVLS,NVLSTree,CollnetDirect,CollnetChain"
 _SWITCHES = frozenset(("nvls", "nvlstree", "collnetdirect", "collnetchain"))
 _SUMS = ("allreduce", "reduce", "reducescatter")
@@ -23,28 +23,31 @@ _SUMS = ("allreduce", "reduce", "reducescatter")
 def deterministic(*, warn_only: bool = False) -> None:
     """Make the same program on the same ranks give the same bits in every run.
 
-    Sums over ranks are added in an order that depends on the ranks alone: on gloo in rank order,
-    on however many hosts they are; on NCCL by rings and trees, not in switches. Operators are
-    PyTorch's deterministic ones, or raise. What remains is the program's: seeds, the order of the
-    data, the number of ranks, and the versions of libraries and drivers. What each transport
-    gives, and where gradients have the bits of ``DistributedDataParallel``: docs/gradients.md.
+    Sums over ranks then depend only on the ranks. On gloo, terms are added in rank order, for any
+    number of hosts. On NCCL, rings and trees add them, and switches do not. Operators are
+    PyTorch's deterministic ones, or raise. The program must fix the rest: seeds, the order of the
+    data, the number of ranks, and the versions of libraries and drivers. docs/gradients.md lists
+    the guarantees per transport, and when gradients equal ``DistributedDataParallel``'s bitwise.
 
-    Call it on all ranks, before the first CUDA operation and before process groups of NCCL are
-    made. It sets, for this process and those that it starts: ``FSDP2_SUM_ORDER=rank``;
-    ``torch.use_deterministic_algorithms(True)``; ``torch.backends.cudnn.benchmark = False``; where
-    they are not set, ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` and ``NCCL_ALGO`` without NVLS and
-    CollNet.
+    Call it on all ranks, before the first CUDA operation and before creating NCCL process groups.
+    It sets, for this process and its child processes:
 
-    It costs time: deterministic operators are slower, torch fills new memory with NaN (see
-    ``torch.utils.deterministic.fill_uninitialized_memory``), and over several hosts each rank's
-    gradients travel to their owners, instead of one sum of each host.
+    - ``FSDP2_SUM_ORDER=rank``;
+    - ``torch.use_deterministic_algorithms(True)``;
+    - ``torch.backends.cudnn.benchmark = False``;
+    - unless they are set, ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` and ``NCCL_ALGO`` without NVLS and
+      CollNet.
+
+    This costs time. Deterministic operators are slower, and torch fills new memory with NaN (see
+    ``torch.utils.deterministic.fill_uninitialized_memory``). With several hosts, each rank sends
+    its gradients to their owners, instead of one sum per host.
 
     Args:
-        warn_only: operators that have no deterministic form warn instead of raising.
+        warn_only: operators without a deterministic implementation warn instead of raising.
 
     Raises:
-        RuntimeError: if it comes too late to have an effect (naming what was made before), or if
-            the environment asks for the contrary.
+        RuntimeError: if it is called too late to have an effect (the message names what exists
+            already), or if the environment requests the opposite.
 
     Example:
         >>> fsdp2.deterministic()
@@ -104,8 +107,9 @@ def _checked_nccl() -> str:
 def _by_switches(value: str) -> list[str]:
     """The algorithms in switches that ``NCCL_ALGO`` permits for sums.
 
-    It is a list of names, or of those to leave out after ``^``; since NCCL 2.24 also several,
-    separated by semicolons, each for one function (``allreduce:ring``) or for all others.
+    The value is a list of names, or after ``^`` of names to exclude. Since NCCL 2.24 it may be
+    several lists, separated by semicolons, each for one function (``allreduce:ring``) or for all
+    others.
     """
     permitted = dict.fromkeys(_SUMS, _SWITCHES)
     for part in value.lower().replace(" ", "").split(";"):

@@ -18,8 +18,9 @@ from .module import FSDPModule
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Treat a method like forward: gather parameters before it and free them after it.
 
-    For methods other than ``forward`` that compute with parameters, such as ``generate``. The
-    method may call forward. Has no effect if ``module`` is not sharded, or if that is done already.
+    Use it for methods other than ``forward`` that compute with parameters, such as ``generate``.
+    The method may call forward. The call has no effect if ``module`` is not sharded, or if the
+    method is registered already.
 
     Args:
         module: the module.
@@ -58,8 +59,8 @@ def _wrap(
         if hooks.inside_method:
             return method(*args, **kwargs)
         args, kwargs = hooks.pre_forward_hook(module, args, kwargs)
-        # ``generate`` calls forward once per token: gathering each time would be the cost that
-        # registering the method is to avoid.
+        # ``generate`` calls forward once per token: registering the method avoids the cost of a
+        # gather for each.
         hooks.inside_method = True
         try:
             output = method(*args, **kwargs)

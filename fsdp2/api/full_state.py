@@ -1,13 +1,13 @@
 """Whole tensors from a sharded model, and back, without holding the model twice.
 
 `full_state_dict` collects a model's state on one or several ranks, tensor by tensor. Shards are
-sent straight to the ranks that want them, so other ranks need memory only for a cast or a copy of
-their own shards, and the receiving rank little more than the result. `load_full_state_dict` is
-the inverse: each rank is sent its own part of each tensor, and replicas pass it on.
+sent directly to the receiving ranks. Other ranks only need memory for a cast or a copy of their
+shards, and a receiving rank needs little more than the result. `load_full_state_dict` is the
+inverse: each rank receives its part of each tensor, and replicas pass it on.
 
 This file deals only with DTensors and plain tensors, in any placement whose shards are boxes of
 the whole tensor: HSDP, tensor parallelism, strided shards. Every rank derives the whole plan from
-the DTensors; only tensor bytes are sent, plus the names that `load_full_state_dict` found. For
+the DTensors, so only tensor bytes are sent, and the names that `load_full_state_dict` found. For
 tensor subclasses, the inner tensors and their descriptions are sent.
 """
 
@@ -52,29 +52,28 @@ def full_state_dict(
 ) -> dict[str, Any]:
     """Return the ``state_dict()`` of a sharded model with whole tensors, on some ranks.
 
-    Collective: every rank of ``group`` must call it. Frozen parameters, buffers (those of the
-    receiving rank) and values other than tensors are included; tied parameters are one tensor
-    under several names.
+    Collective: every rank of ``group`` must call it. The result includes frozen parameters, the
+    receiving rank's buffers, and values other than tensors. Tied parameters are one tensor under
+    several names.
 
     Args:
         model: the model, or its state dict: a mapping of names to DTensors, tensors and other
             values.
-        device: where to put the tensors; None: where the shards are.
+        device: where to put the tensors. None: where the shards are.
         ranks: global ranks that get the result.
-        dtype: cast floating-point tensors to this dtype before sending; tensor subclasses are
-            not cast.
-        group: the ranks that share this model; None: all.
+        dtype: cast floating-point tensors, except tensor subclasses, to this dtype before sending.
+        group: the ranks that share this model. None: all.
 
     Returns:
-        On ``ranks`` a dict in the order of ``state_dict()``, elsewhere an empty one. Its tensors
-        share no memory with the model. Parameters that are tensor subclasses (NF4, int8) come
-        back whole, as the same class with the same dtypes.
+        On ``ranks``, a dict in the order of ``state_dict()``; on other ranks, an empty dict. Its
+        tensors share no memory with the model. A parameter that is a tensor subclass (NF4, int8)
+        is returned whole, as the same class with the same dtypes.
 
     Raises:
-        ValueError: if one of ``ranks`` has no part of a tensor, or the shards of a tensor subclass
-            do not form one tensor (each rank has a different lookup table).
-        NotImplementedError: for a tensor subclass whose class does not show how its inner tensors
-            belong to its rows, or that is not sharded on dim 0.
+        ValueError: if one of ``ranks`` has no part of a tensor; or if the shards of a tensor
+            subclass do not form one tensor (for example with a different lookup table per rank).
+        NotImplementedError: for a tensor subclass that is not sharded on dim 0, or whose class does
+            not show how its inner tensors belong to its rows.
 
     Example:
         >>> state = full_state_dict(model, dtype=torch.bfloat16)
@@ -94,10 +93,10 @@ def iter_full_tensors(
     dtype: torch.dtype | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of `full_state_dict` one by one, so that they can be written as they come.
+    """Yield the entries of `full_state_dict` one by one, for example to write them one at a time.
 
     Tensors are sent in batches of up to 32 MiB. All ranks must iterate to the end; on ranks not in
-    ``ranks`` the values are None. Arguments and errors are those of `full_state_dict`.
+    ``ranks`` the values are None. For arguments and errors, see `full_state_dict`.
 
     Example:
         >>> for name, tensor in iter_full_tensors(model):
@@ -142,24 +141,26 @@ def load_full_state_dict(
 ) -> Any:
     """Load whole tensors from one rank into a sharded model.
 
-    Collective: every rank of ``group`` must call it. Each rank is sent its own part of each
-    tensor, in the model's dtype; replicas pass it on. Buffers take the values of ``source``.
+    Collective: every rank of ``group`` must call it. Each rank receives its part of each tensor,
+    in the model's dtype, and replicas pass it on. Buffers get the values of ``source``.
+
     Parameters on the meta device are created on the device of their mesh and assigned with
-    ``load_state_dict(..., assign=True)``; call ``to_empty`` first if they are tensor subclasses.
+    ``load_state_dict(..., assign=True)``. If they are tensor subclasses, call ``to_empty`` first.
 
     Args:
         model: the model.
-        state: names and whole tensors, on any device, on rank ``source``; ignored elsewhere.
-        source: the global rank that has them.
-        strict: whether the names must be those of ``model.state_dict()``.
-        group: the ranks that share this model; None: all.
+        state: on rank ``source``, a mapping of names to whole tensors on any device; ignored on
+            other ranks.
+        source: the global rank that has ``state``.
+        strict: whether the names must match the names of ``model.state_dict()``.
+        group: the ranks that share this model. None: all.
 
     Returns:
-        As ``load_state_dict``: ``missing_keys`` and ``unexpected_keys``.
+        ``missing_keys`` and ``unexpected_keys``, as ``load_state_dict`` returns them.
 
     Raises:
-        RuntimeError: on all ranks and before anything is written, if names (with ``strict``),
-            shapes or tensor subclasses do not match.
+        RuntimeError: if shapes, tensor subclasses or (with ``strict``) names do not match. It is
+            raised on all ranks, before anything is written.
 
     Example:
         >>> state = torch.load("model.pt", mmap=True) if dist.get_rank() == 0 else None
@@ -279,7 +280,7 @@ def _with_name(name: str, function: Callable[..., Any], *args: Any, **kwargs: An
 def _parts(
     into: Tensor, whole: Tensor | None, inner: Mapping[str, Inner] | None
 ) -> list[tuple[Tensor, Tensor | None, Inner | None]]:
-    """(target, source, inner tensor) for each inner tensor; a plain tensor is its own only one."""
+    """(target, source, inner tensor) for each inner tensor; for a plain tensor, only itself."""
     if inner is None:
         return [(into, whole, None)]
     values = inner_of(whole) if whole is not None else {}

@@ -54,7 +54,7 @@ from .torch_compat import TorchFSDPModule, is_replicated, publish_state, state_o
 
 
 # The object that comes back is the one that was passed, and an instance of both its own class and
-# `FSDPModule`. No type says both: as in torch, checkers are told of the latter.
+# `FSDPModule`. No type expresses both: as in torch, checkers see the latter.
 @overload
 def fully_shard(module: nn.Module, **options: Unpack[ShardOptions]) -> FSDPModule: ...
 @overload
@@ -77,9 +77,10 @@ def fully_shard(
 ) -> FSDPModule | list[FSDPModule]:
     """Shard the parameters of ``module`` over the ranks of ``mesh``, in place.
 
-    All parameters that no earlier call on a submodule has taken become one unit: they are
-    gathered together before the forward and backward of ``module``, and their gradients are
+    All parameters that no earlier call on a submodule has taken become one unit. They are
+    gathered together before the forward and the backward of ``module``, and their gradients are
     reduced together.
+
     Call it bottom-up: on the blocks of a model first, then on the model. A parameter that is
     tied across units moves to the unit of the module that contains both.
 
@@ -90,38 +91,38 @@ def fully_shard(
         reshard_after_forward: True frees the gathered parameters after forward and gathers them
             again in backward; False keeps them; None means False for the root and True otherwise.
             An int that divides the number of shards reshards to larger shards within groups of
-            that many consecutive ranks, so that the gather in backward stays within a group.
-        shard_placement_fn: called with each parameter. Returns ``Shard(dim)`` to shard it on a
-            dim other than 0, ``Replicate()`` to keep it whole on every rank of the mesh, a
-            `ShardPlacementResult` to shard it over another mesh, or None for the default.
-        mp_policy: dtypes for computation, reduction and outputs.
-        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer on the CPU.
-            None: the default. torch's policies are accepted, as for ``mp_policy``.
+            that many consecutive ranks. The gather in backward then stays within a group.
+        shard_placement_fn: called with each parameter. Return ``Shard(dim)`` to shard it on a dim
+            other than 0; ``Replicate()`` to keep it whole on every rank of the mesh; a
+            `ShardPlacementResult` to shard it over another mesh; or None for the default.
+        mp_policy: dtypes of computation, reduction and outputs.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state on the
+            CPU. None means ``OffloadPolicy()``. Both policies may also be torch's classes.
         ignored_params: parameters to leave alone.
-        dp_mesh_dims: names the data-parallel dims of a ``mesh`` that has other dims too.
+        dp_mesh_dims: names the data-parallel dims of a ``mesh`` that also has other dims.
             Parameters may be DTensors on that whole mesh, replicated over its data-parallel dims.
-        direct_min_bytes: a parameter whose shard is at least this many bytes (in the compute
-            dtype) is gathered straight into place; smaller ones are packed, which costs a copy and
-            saves messages. 0 gathers every eligible parameter directly, a huge number none. At
-            most 128 parameters of a bucket, the largest, are gathered directly. None: 64 KiB; on
-            accelerators also packs the smallest 1/16 of a unit's bytes, and between hosts all of it
-            where that is faster (docs/streams.md, "Batches").
-        comm_policy: a `CommPolicy` sends weights and gradients in fewer bytes. None: in full.
-        shard_granularity: rows per block (entries along the dim that is sharded), or a function of
-            the parameter that returns them: the shards of all ranks consist of whole blocks,
-            except where the parameter ends. Padding grows, as every rank's storage has room for as
-            many rows as the first rank has; ranks beyond the last block hold none. None: 1, as
-            `torch.chunk` cuts.
+        direct_min_bytes: a parameter whose shard has at least this many bytes (in the compute
+            dtype) is gathered directly into its final storage. Smaller ones are packed into one
+            message, which costs a copy. 0 gathers every eligible parameter directly, a huge number
+            none; at most the 128 largest parameters of a bucket are gathered directly. None means
+            64 KiB. Accelerators then also pack the smallest 1/16 of a unit's bytes, and between
+            hosts the whole unit where that is faster (docs/developers/streams.md, "Batches").
+        comm_policy: a `CommPolicy` sends weights and gradients in fewer bytes. None: uncompressed.
+        shard_granularity: rows (entries along the sharded dim) per block, or a function that
+            returns this number for a parameter. Each rank's shard consists of whole blocks; only
+            the last block of a parameter may be shorter. Padding grows: every rank's storage has
+            room for the rows of the first rank, and ranks beyond the last block hold no rows.
+            None: 1, which splits like `torch.chunk`.
 
     Returns:
-        ``module`` itself; its class is now a subclass of `FSDPModule`, its names are unchanged.
-        Type checkers see an `FSDPModule`; a variable that was passed keeps its type.
+        ``module`` itself, as an instance of a subclass of `FSDPModule`; parameter names stay the
+        same. Type checkers see an `FSDPModule`; the variable that was passed keeps its type.
 
     Raises:
-        ValueError: for a mesh that cannot be used, a module or parameter that is already sharded
-            (also by torch's ``fully_shard``), a module that has no forward, or a
+        ValueError: for an unsuitable mesh; for a module or parameter that is already sharded
+            (also by torch's ``fully_shard``); for a module without a forward; or for a
             ``reshard_after_forward`` that does not fit the mesh.
-        TypeError: for arguments of the wrong type. In either case nothing has been changed.
+        TypeError: for arguments of the wrong type. After either error nothing has changed.
 
     Example:
         >>> for block in model.blocks:
@@ -205,7 +206,7 @@ def make_unit(
 
 # -- modules ---------------------------------------------------------------------------------
 
-# What each makes of a class goes into that of its sharded modules: attributes, by name.
+# Each makes attributes (by name) from a class; the class of its sharded modules gets them.
 class_adapters: list[Callable[[type], dict[str, Callable[..., Any]]]] = [refuse_own_deepcopy]
 # Weak: a class that was made with its model, in a function, goes with it.
 _sharded_classes: WeakValueDictionary[type, type] = WeakValueDictionary()
@@ -246,8 +247,8 @@ def _managed_modules(tops: tuple[nn.Module, ...]) -> list[nn.Module]:
     """Modules whose parameters no earlier call took, in tree order, each once."""
     found: dict[nn.Module, None] = {}
     left = [*reversed(tops)]
-    # Not `nn.Module.modules`, which would go on below a sharded module: what lies there belongs to
-    # that unit.
+    # Not `nn.Module.modules`, which would continue below a sharded module: the modules there belong
+    # to that unit.
     while left:
         module = left.pop()
         if not (module in found or isinstance(module, FSDPModule) or is_replicated(module)):

@@ -14,8 +14,8 @@ from .module import units_of_all
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     """Make several roots (such as the pipeline stages of one rank) use the same streams.
 
-    Memory that one of them frees can then be reused by the others at once. Roots whose first
-    forwards run on the same stream share streams anyway; this is for those that do not.
+    The others can then reuse memory at once that one of them frees. Roots whose first forwards run
+    on the same stream share streams anyway; this function is for other roots.
 
     Raises:
         ValueError: if one of them is not an FSDPModule.

@@ -2,8 +2,8 @@
 
 A random operation on a DTensor draws only the local shard. On the CPU, the weights then depend on
 the world size, the mesh and each rank's rows, and the ranks' generators diverge. Inside
-`init_on_whole_tensors` every rank draws the whole tensor from the device's ordinary generator and
-keeps its own part, so any initialization code gives the same weights as on one process.
+`init_on_whole_tensors` every rank draws the whole tensor from the device's default generator and
+keeps its part. Any initialization code then gives the same weights as in a single process.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ def init_on_whole_tensors(seed: int) -> Iterator[None]:
     """Context in which sharded parameters are initialized to the weights of the unsharded model.
 
     The weights are bitwise equal for every world size, mesh, placement (uneven, HSDP, tensor
-    parallel) and order of units, as long as the initialization does the same operations on
-    parameters of the same device and dtype. In-place random operations (``normal_``, ``uniform_``
-    and so on, which all of ``torch.nn.init`` uses) and ``rand_like``, ``randn_like`` of a DTensor
-    draw the whole tensor; one whole tensor at a time is in memory. Writes to rows
-    (``weight[padding_idx].zero_()``) reach the shards, which outside of this context they do not.
+    parallel) and order of units. The initialization must do the same operations on parameters of
+    the same device and dtype.
+
+    In-place random operations on a DTensor (``normal_``, ``uniform_``: all of ``torch.nn.init``),
+    ``rand_like`` and ``randn_like`` draw the whole tensor. Only one whole tensor at a time is in
+    memory. Writes to rows (``weight[padding_idx].zero_()``) reach the shards; outside of this
+    context they do not.
 
     Args:
-        seed: seeds the default generators inside the context; must be equal on all ranks. On
+        seed: seed of the default generators inside the context; must be equal on all ranks. On
             exit, the generators continue from their earlier state.
 
     Raises:
@@ -95,7 +97,7 @@ class _WholeTensors(TorchDispatchMode):
                 self._parts[part] = base, partial(_item_of, take, i) if several else take
 
     def _write(self, part: DTensor, func: Any, args: Any, kwargs: Any) -> DTensor:
-        """Do the operation on the part of the whole tensor; keep this rank's part of that."""
+        """Do the operation on the part of the whole tensor; keep this rank's part of the result."""
         steps, base = [], part
         while base in self._parts:
             base, take = self._parts[base]
@@ -154,9 +156,9 @@ def _draw(operation: Any, into: DTensor, args: tuple[Any, ...], kwargs: dict[str
 def broadcast_replicas(model: nn.Module) -> None:
     """Broadcast each replicated part of a parameter from the first rank that holds it.
 
-    For units of `replicate`, for the replicas of a 2-D mesh and for 0-dim parameters: what
-    ``DistributedDataParallel`` does when it is constructed. Shards and buffers are not touched.
-    Collective: call it on all ranks, before training.
+    This makes replicas equal: units of `replicate`, the replicas of a 2-D mesh, and 0-dim
+    parameters. ``DistributedDataParallel`` does the same in its constructor. Shards without
+    replicas and buffers stay as they are. Collective: call it on all ranks, before training.
 
     Args:
         model: a sharded model, or one that contains sharded modules.
@@ -187,31 +189,32 @@ def materialize(
     seed: int | None = 0,
     parameters: bool = True,
 ) -> nn.Module:
-    """Give a sharded model on the meta device memory and initial values, buffers included.
+    """Allocate and initialize a sharded model that is on the meta device, including its buffers.
 
-    Like ``to_empty`` followed by ``init_weights``, but only for tensors on the meta device. Before
-    loading a checkpoint, use ``parameters=False``: buffers that no checkpoint has (the frequencies
-    of rotary embeddings) are computed, and `fsdp2.checkpoint.load_model` gives the rest memory and
-    values at once, reading every byte once.
+    This is like ``to_empty`` followed by ``init_weights``, but only for tensors on the meta device.
+
+    Before loading a checkpoint, use ``parameters=False``. This computes only the buffers, some of
+    which no checkpoint has (the frequencies of rotary embeddings). `fsdp2.checkpoint.load_model`
+    then allocates and loads the rest at once, and reads every byte once.
 
     Args:
         model: a sharded or plain model.
-        device: by default that of the parameters' mesh; for shards under `CPUOffloadPolicy` and
-            plain models the CPU.
-        init: sets the values; called with the model. The default is ``model.init_weights()``
-            (transformers, torchtitan and others have it), or else ``reset_parameters()`` of every
-            module that has it (all of torch.nn).
+        device: where to allocate. None: the device of the parameters' mesh; for shards under
+            `CPUOffloadPolicy` and for plain models, the CPU.
+        init: called with the model to set the values. None: call ``model.init_weights()``
+            (transformers, torchtitan and others have it); without it, call ``reset_parameters()``
+            of every module that has one (all of torch.nn).
         seed: gives the same weights for every world size and mesh, as in
-            `init_on_whole_tensors`. None: random operations draw as DTensors do.
+            `init_on_whole_tensors`. None: each random operation draws only the local shard.
         parameters: False materializes buffers only.
 
     Returns:
         ``model``.
 
     Raises:
-        RuntimeError: if ``init`` gave no values to parameters or buffers (without ``parameters``:
-            to buffers that checkpoints do not hold). The message names them. Everything else has
-            its values then, so it is enough to write these.
+        RuntimeError: if ``init`` left parameters or buffers without values (with
+            ``parameters=False``: buffers that checkpoints do not contain). The message names them.
+            All other tensors have their values, so setting the named ones is enough.
 
     Example:
         >>> with torch.device("meta"):
@@ -258,8 +261,8 @@ def _check_written(model: nn.Module, outside: list[Marked], parameters: bool) ->
     """Check that nothing is left as `materialize` has allocated it.
 
     Args:
-        outside: what it made of modules that are not sharded.
-        parameters: False: only of buffers that no checkpoint holds.
+        outside: the tensors that it made for modules that are not sharded.
+        parameters: False: check only buffers that no checkpoint holds.
 
     Raises:
         RuntimeError: naming what is left.

@@ -5,16 +5,17 @@ Layers of peft merge an adapter into a weight with ``weight.data = merged``, com
 changes memory that the next free discards. So inside `merge` and `unmerge` the parameters of such
 a layer are whole plain tensors, and their final values are written into the shards.
 
-``save_pretrained`` (transformers, peft, diffusers, sentence-transformers) writes what
-``state_dict()`` returns. Which versions can do so with DTensors, and of which models, is found out
-by trying: where the library raises, or would write a shard, it saves whole tensors on rank 0.
+``save_pretrained`` (transformers, peft, diffusers, sentence-transformers) writes the result of
+``state_dict()``. Only some versions can do so with DTensors, and only for some models. So this file
+lets the library try: if it raises, or would write a shard, rank 0 saves whole tensors.
 
-`torch.nn.utils.prune` registers the parameter under another name, with a mask computed from it: in
-part before it finds that it cannot. ``share_memory`` of a DTensor crashes the process.
+`torch.nn.utils.prune` registers the parameter under another name, with a mask computed from it. On
+DTensors it fails after it has done a part of that. ``share_memory`` of a DTensor crashes the
+process.
 
-`Optimizer.load_state_dict` puts whole tensors of a plain model's optimizer beside shards, and the
-next step mixes the two, with an error of some operator. So they are cut before, as
-`load_state_dict` of a sharded model cuts whole parameters.
+`Optimizer.load_state_dict` would combine whole tensors from a plain model's optimizer with sharded
+parameters, and the next step would fail in some operator. So the tensors are split first, just as
+`load_state_dict` of a sharded model splits whole parameters.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def _load_state_dict(
 
 
 def _cut_state(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-    """``given`` with this rank's part of each whole tensor; what torch refuses stays as it is."""
+    """``given`` with this rank's part of each whole tensor; tensors that torch rejects stay."""
     state = given.get("state")
     if not isinstance(state, Mapping):
         return given
@@ -210,7 +211,7 @@ def _share_memory(self: nn.Module) -> Any:
 
 
 def _adapted_methods(cls: type) -> dict[str, Callable[..., Any]]:
-    """What to put into the class of sharded modules of class ``cls``."""
+    """Attributes for the class of sharded modules of class ``cls``."""
     adapted: dict[str, Callable[..., Any]] = {"share_memory": _share_memory}
     original = getattr(cls, "save_pretrained", None)
     if original is None:
@@ -307,7 +308,7 @@ class _WholeState:
 
 
 def _save_whole(model: nn.Module, state: dict[str, Any], save: Callable[[], Any]) -> Any:
-    """Let each module of ``model`` have its own class, and the values in ``state``."""
+    """Save while each module of ``model`` has its original class and the values in ``state``."""
     # Libraries write the names of classes into files, from which they load.
     before = [(m, type(m), vars(m).get("state_dict")) for m in model.modules()]
     for name, module in model.named_modules():

@@ -26,8 +26,8 @@ class MergedUnits:
     """What `merge_units` did; its ``str()`` is a few lines.
 
     Attributes:
-        merged: the names of the units that each new unit was made of.
-        left: the names of units smaller than ``min_bytes`` that are as they were, with the reason.
+        merged: for each new unit, the names of the units that it was made of.
+        left: names of unchanged units smaller than ``min_bytes``, each with the reason.
     """
 
     merged: tuple[tuple[str, ...], ...]
@@ -47,31 +47,33 @@ class MergedUnits:
 def merge_units(model: nn.Module, *, min_bytes: int) -> MergedUnits:
     """Merge small neighbouring units until each gathers at least ``min_bytes``.
 
-    A unit costs some hundred microseconds of host time and three collectives in a step, however
-    small it is. Merged units are like those of ``fully_shard([module_a, module_b])``: they are
-    gathered when the first of their modules runs, and their gradients are reduced when backward has
-    left that module. Modules that do not run one after the other compute the same as before, but
-    are gathered and reduced more often.
+    Even a small unit costs a few hundred microseconds of host time and three collectives per step.
+    A merged unit behaves like ``fully_shard([module_a, module_b])``: it is gathered when its first
+    module runs, and its gradients are reduced when backward has left that module. Modules that do
+    not run one after the other give the same results, but are gathered and reduced more often.
 
-    Neighbours follow each other in the order of the last forward, or in module order before the
-    first, inside the same unit. Units with other settings, meshes or dtypes are not
-    merged, nor are units around others, units that ran several times or not at all in that
-    forward, replicated ones, and those with registered methods. Parameters stay the same objects,
-    so optimizers remain valid. Call it on all ranks, outside of a step; the next forward compares
-    the ranks again.
+    Neighbours are units inside the same enclosing unit that follow each other in the order of the
+    last forward (before the first forward, in module order). These units are never merged:
+
+    - neighbours with different settings, meshes or dtypes;
+    - units that enclose other units, replicated units, and units with registered methods;
+    - units that did not run exactly once in the last forward.
+
+    Parameters stay the same objects, so optimizers remain valid. Call this on all ranks, outside of
+    a step. The next forward compares the ranks again.
 
     Args:
-        model: sharded, or a module that contains sharded ones.
-        min_bytes: of gathered parameters, in the dtype of computation.
+        model: a sharded model, or one that contains sharded modules.
+        min_bytes: minimum size of a unit's gathered parameters, in the compute dtype.
 
     Returns:
-        What was merged, and which small units were not.
+        The merged units, and the small units that were not merged.
 
     Raises:
         ValueError: if nothing is sharded, or ``min_bytes`` is not positive.
-        TypeError: if it is not an int.
-        RuntimeError: between forward and backward, and if gradients of micro-batches have not been
-            reduced.
+        TypeError: if ``min_bytes`` is not an int.
+        RuntimeError: between forward and backward, or while gradients of micro-batches have not
+            been reduced.
 
     Example:
         >>> for layer in model.layers:  # a thousand of them
@@ -271,8 +273,8 @@ def _merged(group: Sequence[Unit]) -> Unit:
         unit.registration.check_writes()
         param_group.params += unit.params
     param_group.reshard_storage()
-    # By hand: the first module's gathers in forward, and the last one's, which backward reaches
-    # first, in backward.
+    # Prefetches set by hand: in forward the first module's come first, in backward the last
+    # module's, which backward reaches first.
     new.forward_prefetch = list(dict.fromkeys(u for unit in group for u in unit.forward_prefetch))
     new.backward_prefetch = list(
         dict.fromkeys(u for unit in reversed(group) for u in unit.backward_prefetch)

@@ -18,18 +18,18 @@ from .deepcopy import ToBeCopied
 from .torch_compat import PipelineState, state_of
 
 if TYPE_CHECKING:
-    # Every instance is an nn.Module, by its original class, and has the methods of parts: type
-    # checkers may know. At run time this is a mixin without fields, which goes in front of any
-    # class of modules, and other libraries find that one as ``type(module).__mro__[2]``.
+    # For type checkers: every instance is an nn.Module, by its original class, and has the methods
+    # of parts. At run time this is a mixin without fields, which goes in front of any class of
+    # modules, and other libraries find that one as ``type(module).__mro__[2]``.
     from ..parts import PartMethods as _Base
 else:
     _Base = object
 
 
 class FSDPModule(_Base):
-    """A sharded module: `fully_shard` makes its class a subclass of this and the original class.
+    """A sharded module: `fully_shard` makes its class a subclass of this and its original class.
 
-    Outside of forward and backward its parameters are DTensors, sharded over the mesh.
+    Outside of forward and backward, the parameters are DTensors that are sharded over the mesh.
 
     Example:
         >>> model = fully_shard(model)
@@ -41,25 +41,25 @@ class FSDPModule(_Base):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Construct the original class."""
         # ``nn.Sequential`` and ``nn.ModuleList`` make slices by calling their own class: a slice is
-        # a plain container of sharded modules, with no unit of its own.
+        # a plain container of sharded modules, and no unit.
         return original_class(cls)(*args, **kwargs)
 
     # -- parameters by hand -----------------------------------------------------------------
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this module's parameters, but not those of sharded submodules.
+        """Gather this module's parameters, except the parameters of sharded submodules.
 
         The gather follows the mixed-precision policy. After a backward that raised, it first
         resets the model, as the next forward would.
 
         Args:
-            async_op: return a handle at once instead of waiting; forward waits on its own.
+            async_op: return a handle at once instead of waiting. A forward waits automatically.
 
         Returns:
             A handle if ``async_op``, else None.
 
         Raises:
-            RuntimeError: if parameters are on the meta device; or after a backward that raised, if
+            RuntimeError: if parameters are on the meta device, or if a backward raised and
                 gradients of earlier micro-batches are lost.
 
         Example:
@@ -78,7 +78,7 @@ class FSDPModule(_Base):
     def reshard(self) -> None:
         """Free this module's gathered parameters and register the sharded ones.
 
-        What was written to them since `unshard` is lost, with a warning.
+        Writes to the gathered parameters since `unshard` are lost, with a warning.
         """
         unit = unit_of(self)
         if unit.runtime is not None:
@@ -94,11 +94,11 @@ class FSDPModule(_Base):
         """Set whether backward reduces gradients; if not, they accumulate unsharded.
 
         With `shard_model`'s strategy ``"optimizer"``, parameters stay gathered after a backward
-        that does not sync gradients.
+        that does not sync gradients. Otherwise they are gathered as usual.
 
         Args:
             requires_gradient_sync: False for all but the last micro-batch, to accumulate
-                gradients on this rank without reducing them. Parameters are gathered as usual.
+                gradients on this rank without reducing them.
             recurse: whether to set it for sharded submodules too.
         """
         units = self._units(recurse)
@@ -110,18 +110,19 @@ class FSDPModule(_Base):
         """Set whether backwards without gradient sync accumulate sharded gradients.
 
         Without gradient sync (see `set_requires_gradient_sync`, which pipeline schedules call),
-        gradients accumulate unsharded by default. That takes one reduce-scatter per step and
-        memory for all whole gradients, in the reduce dtype. With True every backward
-        reduce-scatters and adds to the sharded gradients: one reduce-scatter per micro-batch,
-        and memory for one or two units. On a 2-D mesh the all-reduce still waits for the backward
-        with sync, so there is one per step. Shards accumulate in the parameters' dtype (on a 2-D
-        mesh: in the reduce dtype).
+        gradients accumulate unsharded by default. This takes one reduce-scatter per step, and
+        memory for all whole gradients in the reduce dtype.
+
+        With True, every backward reduce-scatters and adds to the sharded gradients. This takes one
+        reduce-scatter per micro-batch, and memory for one or two units. On a 2-D mesh, the
+        all-reduce still runs once per step, in the backward with sync. Shards accumulate in the
+        parameters' dtype (on a 2-D mesh, in the reduce dtype).
 
         If a schedule computes weight gradients separately (zero bubble), they are reduced when
         the next forward or backward of this module begins, or at the end of the step.
 
         Args:
-            accumulate_sharded: whether to do so; must be equal on all ranks.
+            accumulate_sharded: whether to accumulate shards; must be equal on all ranks.
             recurse: whether to set it for sharded submodules too.
 
         Example:
@@ -134,8 +135,8 @@ class FSDPModule(_Base):
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward all-reduces gradients over replicas (2-D mesh).
 
-        With False, gradients are only reduce-scattered; the next backward with True all-reduces
-        them.
+        With False, backward only reduce-scatters gradients. The next backward with True
+        all-reduces them.
         """
         for unit in self._units(recurse):
             unit.config.all_reduce_grads = requires_all_reduce
@@ -143,7 +144,7 @@ class FSDPModule(_Base):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward waits at its end for gradient reductions in flight.
 
-        With False, ``.grad`` of the units reduced last may not be set yet after backward.
+        With False, ``.grad`` may not be set yet for the units whose reductions started last.
         """
         self._unit_and_runtime()[1].is_last_backward = is_last_backward
 
@@ -158,7 +159,7 @@ class FSDPModule(_Base):
                 f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}"
             )
         for unit in self._units(recurse):
-            # The second is what the first means in this tree, computed when the runtime was made.
+            # The second resolves the first for this tree; it is set when the runtime is made.
             unit.config.reshard_after_forward = reshard_after_forward
             unit.reshard_after_forward = reshard_after_forward
 
@@ -167,12 +168,13 @@ class FSDPModule(_Base):
     ) -> None:
         """Set whether to free parameters after backward.
 
-        With False they stay gathered for the next micro-batch. Set it back to True for the last
-        one before the optimizer step, which changes only the shards. After
-        ``set_is_last_backward(False)``, between a forward and its backward, False registers the
-        unsharded parameters and starts their gather at once: pipelines that compute input and
-        weight gradients separately (zero bubble) ask for ``parameters()`` after these calls and
-        look for them in the graph.
+        With False, they stay gathered for the next micro-batch. Set True again for the last
+        micro-batch before the optimizer step, which changes only the shards.
+
+        Between a forward and its backward, after ``set_is_last_backward(False)``, False registers
+        the unsharded parameters and starts their gather at once. Pipelines that compute input and
+        weight gradients separately (zero bubble) need this: they call ``parameters()`` at this
+        point and look for the result in the graph.
         """
         units = self._units(recurse)
         for unit in units:
@@ -182,15 +184,15 @@ class FSDPModule(_Base):
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Set whether gathered parameters keep their memory, and so their addresses, when freed.
 
-        For CUDA graphs, whose replays read and write the addresses that were captured. Costs the
-        memory of all whole parameters; they are gathered as often as before.
+        CUDA graphs need this: a replay reads and writes the captured addresses. It costs the memory
+        of all whole parameters. They are gathered as often as before.
 
         Args:
             keep: False releases the memory the next time the parameters are freed.
             recurse: whether to set it for sharded submodules too.
 
         Raises:
-            RuntimeError: together with `set_max_gathered_bytes`.
+            RuntimeError: if `set_max_gathered_bytes` has set a limit.
         """
         units = self._units(recurse)
         for unit in units:
@@ -202,29 +204,29 @@ class FSDPModule(_Base):
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Gather ``modules`` when this module's forward begins.
 
-        Replaces the automatic choice (the module that ran next in the last forward). More than one
-        module overlaps more communication and holds more memory.
+        This replaces the automatic choice: the module that ran next in the last forward. Several
+        modules overlap more communication and need more memory.
 
         Raises:
-            ValueError: if one of them is no FSDPModule.
+            ValueError: if one of them is not an FSDPModule.
         """
         unit_of(self).forward_prefetch = units_of_all(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Gather ``modules`` when this module's backward begins.
 
-        Replaces the automatic choice (the module that ran before this one in forward).
+        This replaces the automatic choice: the module that ran before this one in forward.
 
         Raises:
-            ValueError: if one of them is no FSDPModule.
+            ValueError: if one of them is not an FSDPModule.
         """
         unit_of(self).backward_prefetch = units_of_all(modules)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether to gather this module's parameters for backward. Not recursive.
 
-        Use False for modules whose backward does not read their parameters. That is the default for
-        ``nn.Embedding``, unless it has hooks before `fully_shard`: those may read the weight.
+        Use False for modules whose backward does not read their parameters. False is the default
+        for ``nn.Embedding``, unless it had hooks before `fully_shard`: these may read the weight.
         """
         unit_of(self).config.unshard_in_backward = unshard_in_backward
 
@@ -232,18 +234,19 @@ class FSDPModule(_Base):
         """Make the next gathers wait for ``event`` only, not for all queued work.
 
         Args:
-            event: recorded after the optimizer step. It is used once, so set it every step, on the
-                root.
+            event: recorded after the optimizer step. It is used once: set it on the root in every
+                step.
         """
         self._unit_and_runtime()[1].optimizer_event = event
 
     def reset_iter_state(self) -> None:
         """Discard an iteration that raised.
 
-        Not needed to continue: the next forward or `unshard` recovers on its own, and keeps earlier
-        gradients in ``.grad``, so that a failed micro-batch can be retried. This method frees
-        all gathered parameters and drops all gradients, including those of earlier micro-batches,
-        reduced or not. A `GradientReductionHandle` that was not waited for becomes invalid.
+        You do not need this to continue. The next forward or `unshard` recovers automatically and
+        keeps earlier gradients in ``.grad``, so a failed micro-batch can be retried.
+
+        This method frees all gathered parameters and drops all gradients, also the gradients of
+        earlier micro-batches, reduced or not. A pending `GradientReductionHandle` becomes invalid.
 
         Raises:
             RuntimeError: if this is not the root.
@@ -254,10 +257,11 @@ class FSDPModule(_Base):
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset all gradients: of all sharded parameters, registered now or not, those accumulated
-        without gradient sync, and those still being reduced (`set_is_last_backward`).
+        """Reset the gradients of all parameters, whether sharded or gathered ones are registered.
 
-        With ``set_to_none`` their memory is freed, unless something else refers to a gradient.
+        This includes gradients accumulated without gradient sync and gradients still being reduced
+        (`set_is_last_backward`). ``set_to_none`` frees their memory, unless something else refers
+        to a gradient.
         """
         units = self._units(recurse=True)
         runtimes = dict.fromkeys(runtime_of(u) for u in units if u.runtime is not None)
@@ -289,8 +293,8 @@ class FSDPModule(_Base):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Apply moves and casts (``.to``, ``.double``, ``to_empty``) to the sharded parameters."""
         unit = unit_of(self)
-        # ``fn`` must find the sharded parameters: what it did to gathered ones the next free would
-        # take away.
+        # ``fn`` must find the sharded parameters: the next free would undo its changes to gathered
+        # ones.
         if unit.runtime is not None:
             runtime = runtime_of(unit)
             if not runtime.in_backward:  # what is attached after this would not be cast
@@ -305,8 +309,8 @@ class FSDPModule(_Base):
         result = super()._apply(fn, recurse)
         registry.on.params_assigned(unit, True)
         unit.param_group.attach_gradients(kept)
-        # The Parameter objects stay the same where their local tensors are new ones, outside of
-        # the storage of the bucket. A ``.to`` that changes nothing costs nothing, and may stand
+        # The Parameter objects stay the same, but their local tensors may be new ones, outside of
+        # the storage of the bucket. A ``.to`` that changes nothing costs nothing, and is allowed
         # between forward and backward.
         unit.param_group.dirty |= unit.param_group.where_shards_are() != before
         registry.on.after_apply(unit)
@@ -315,7 +319,7 @@ class FSDPModule(_Base):
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Support `copy.deepcopy`."""
-        # Not ``__deepcopy__``: wrappers that forward attributes, like those of ``torch.compile``,
+        # Not ``__deepcopy__``: wrappers that forward attributes, as ``torch.compile`` makes them,
         # would be mistaken for the module inside.
         return ToBeCopied.result, (ToBeCopied(self),)
 
@@ -350,7 +354,7 @@ class UnshardHandle:
         self._unit = unit
 
     def wait(self) -> None:
-        """Make the current stream wait and register the unsharded parameters."""
+        """Make the current stream wait for the gather, and register the unsharded parameters."""
         # Once: a second call would gather again what has been freed in between.
         unit, self._unit = self._unit, None
         if unit is not None:
@@ -362,7 +366,7 @@ def units_of_all(modules: Iterable[Any]) -> list[Unit]:
     """The unit of each of ``modules``.
 
     Raises:
-        ValueError: if one of them is no FSDPModule.
+        ValueError: if one of them is not an FSDPModule.
     """
     modules = list(modules)
     for module in modules:

@@ -1,4 +1,4 @@
-"""`FSDPModule.no_sync`: the name that DDP has for backwards that accumulate."""
+"""`FSDPModule.no_sync`: backwards that accumulate, under the name that DDP uses."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .module import FSDPModule
 def no_sync(self: FSDPModule) -> Iterator[None]:
     """Context in which backward accumulates gradients without reducing them.
 
-    For all but the last micro-batch. Sets `set_requires_gradient_sync` to False and restores
-    the earlier setting on exit. Only backward must run inside; forward may run outside.
+    Use it for all but the last micro-batch. It calls ``set_requires_gradient_sync(False)`` and
+    restores the earlier setting on exit. Backward must run inside; forward may run outside.
     Parameters are gathered as usual.
 
     Raises:
-        RuntimeError: if this module is not the root: the gradients of the rest of the model
-            would be reduced. (`set_requires_gradient_sync` allows that.)
+        RuntimeError: if this module is not the root, as the rest of the model would still reduce
+            its gradients. (`set_requires_gradient_sync` allows that.)
 
     Warns:
-        UserWarning: if no backward ran inside, so that nothing was accumulated.
+        UserWarning: if no backward ran inside, so nothing was accumulated.
 
     Example:
         >>> for micro_batch in batch[:-1]:
@@ -51,7 +51,7 @@ def no_sync(self: FSDPModule) -> Iterator[None]:
     finally:
         for call in restore:
             call()
-    # (A root around this one that ran inside has made a runtime of its own.)
+    # (A root around this one that ran inside has made its own runtime.)
     if runtime.backward is backward and unit.runtime is runtime:
         warnings.warn(
             "No backward ran inside no_sync(): gradients of a backward that runs after it are "

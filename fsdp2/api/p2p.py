@@ -34,8 +34,8 @@ class P2PBatch:
         if dist.is_initialized():
             self.group = group if group is not None else dist.group.WORLD
             self.ranks = tuple(dist.get_process_group_ranks(self.group))
-            # Above those that units use, of which gathers may be in flight. None are reserved:
-            # `finish` waits for all, so the next unit or batch may use the same ones.
+            # Above the tags of units, whose gathers may be in flight. None are reserved: `finish`
+            # waits for all, so the next unit or batch may use the same ones.
             self._first_tag = reserve_tags([self.group], 0)
             self._open()
         self._posted: list[dist.P2POp] = []
@@ -132,8 +132,8 @@ class P2PBatch:
 
     def _device(self, device: torch.device) -> torch.device:
         """The device on which this group needs a tensor of ``device``."""
-        # By its backends and not by a table: a group of NCCL alone knows no tensors of the CPU, one
-        # of "cpu:gloo,cuda:nccl" knows both.
+        # By its backends and not by a table: a group of NCCL alone supports no tensors of the CPU,
+        # one of "cpu:gloo,cuda:nccl" supports both.
         try:
             self.group._get_backend(torch.device(device.type))
         except RuntimeError:

@@ -31,33 +31,34 @@ def replicate(
 ) -> M:
     """Keep the parameters of ``module`` whole on every rank, and all-reduce their gradients.
 
-    Data parallelism as in DDP, for units that are better left unsharded: small ones, whose gathers
-    cost more than the memory they save, or ones that are called very often. The unit mixes freely
-    with units of `fully_shard` in one model, above, below or alongside them. Nothing is gathered,
-    and its gradients are all-reduced in backward, overlapped with the computation of other units.
-    The parameters are DTensors with ``Replicate()`` on the same mesh as the sharded units, so that
-    optimizers and gradient clipping see one mesh.
+    This is data parallelism as in DDP, for units that are better left unsharded. Examples are small
+    units, whose gathers cost more than the memory they save, and units that are called very often.
+    Replicated and sharded units can be combined in one model, with either one enclosing the other.
+    Nothing is gathered. Gradients are all-reduced in backward, overlapped with the computation of
+    other units. The parameters are DTensors with ``Replicate()`` on the same mesh as the sharded
+    units, so optimizers and gradient clipping see one mesh.
 
-    The name and the arguments are those of ``torch.distributed._composable.replicate_with_fsdp``,
-    where ``mesh`` must be 1-D. To replicate single parameters of a sharded unit, return
-    ``Replicate()`` from its ``shard_placement_fn``.
+    The name and arguments match ``torch.distributed._composable.replicate_with_fsdp``, where
+    ``mesh`` must be 1-D. To replicate single parameters of a sharded unit, return ``Replicate()``
+    from its ``shard_placement_fn``.
 
     Args:
         module: the module, or a list of modules that form one unit.
-        mesh: 1-D, or 2-D as for HSDP: gradients are averaged over all of its ranks. None: all
+        mesh: 1-D, or 2-D as for HSDP; gradients are averaged over all of its ranks. None: all
             ranks of the default process group.
-        mp_policy: dtypes for computation, reduction and outputs.
-        offload_policy: ``CPUOffloadPolicy()`` keeps parameters, gradients and optimizer on the
-            CPU.
+        mp_policy: dtypes of computation, reduction and outputs.
+        offload_policy: ``CPUOffloadPolicy()`` keeps parameters, gradients and optimizer state on
+            the CPU.
         ignored_params: parameters to leave alone.
-        dp_mesh_dims: names the data-parallel dims of a ``mesh`` that has other dims too.
-        comm_policy: send gradients in fewer bytes. None: in full.
+        dp_mesh_dims: names the data-parallel dims of a ``mesh`` that also has other dims.
+        comm_policy: a `CommPolicy` sends gradients in fewer bytes. None: uncompressed.
 
     Returns:
-        ``module`` itself; its class is now a subclass of `FSDPModule`, its names are unchanged.
+        ``module`` itself, as an instance of a subclass of `FSDPModule`; parameter names stay the
+        same.
 
     Raises:
-        ValueError: for a mesh that cannot be used, dims to shard over in ``dp_mesh_dims``, or a
+        ValueError: for an unsuitable mesh; for dims to shard over in ``dp_mesh_dims``; or for a
             module that is already sharded or replicated, or has no forward.
         TypeError: for arguments of the wrong type.
 

@@ -1,8 +1,9 @@
 """Sharding strategies by name, and `shard_model`, which applies one to a whole model.
 
-Costs of the strategies for P parameters, N ranks, and one step of one micro-batch. Memory is in
-units of P elements in the parameters' dtype (S: optimizer state, 2 for Adam), not counting the one
-or two units that every strategy has in flight. Traffic is what one rank sends:
+The table lists the costs of one step with one micro-batch, for P parameters and N ranks. Memory is
+in units of P elements in the parameters' dtype (S: optimizer state, 2 for Adam). It does not count
+the one or two units that every strategy has in flight. Traffic is the number of elements that one
+rank sends:
 
 =========== ============================ ================ ===================================
 strategy    memory between steps         more in a step   traffic
@@ -16,14 +17,15 @@ hybrid      (1 + 1 + S) / G              a unit or two    3 P (G-1)/G in a node 
                                                           2 P/G (R-1)/R across its R replicas
 =========== ============================ ================ ===================================
 
-``optimizer``, ``grad`` and ``full`` are stages 1, 2 and 3 of ZeRO (arXiv 1910.02054), whose tables
-say (2 + 2 + K) P / N bytes for stage 3: 2 bytes of parameters, 2 of gradients, K = 12 of optimizer
-state in mixed precision; with parameters stored in float32 that is the (4 + 4 + 8) P / N of the
-table above. Two things differ. Stages 1 and 2 gather whole parameters for the duration of a step
-instead of keeping them. And all strategies reduce gradients as backward produces them, so stage 1
-holds whole gradients only while it accumulates them. Traffic matches the FSDP paper
-(arXiv 2304.11277): 2 M for replication, 3 M for full sharding, and 2 M/G between nodes for hybrid
-sharding. (A node of G ranks sends G times as much: 2 M, and up to 3 M with full sharding.)
+``optimizer``, ``grad`` and ``full`` are stages 1, 2 and 3 of ZeRO (arXiv 1910.02054). Its tables
+give (2 + 2 + K) P / N bytes for stage 3: 2 bytes of parameters, 2 of gradients and K = 12 of
+optimizer state in mixed precision. With parameters stored in float32, these are the
+(4 + 4 + 8) P / N bytes of the table above. Two things differ. Stages 1 and 2 gather whole
+parameters for the duration of a step instead of keeping them. And all strategies reduce gradients
+as backward produces them, so stage 1 holds whole gradients only while it accumulates them. Traffic
+matches the FSDP paper (arXiv 2304.11277): 2 M for replication, 3 M for full sharding, and 2 M/G
+between nodes for hybrid sharding. (A node of G ranks sends G times as much: 2 M, and up to 3 M with
+full sharding.)
 """
 
 from __future__ import annotations
@@ -120,9 +122,9 @@ def find_strategy(name: str) -> Strategy:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a model is sharded: by `shard_model`, and in what `estimate`, `predict` and `plan` say.
+    """How to shard a model: for `shard_model`, `estimate`, `predict` and `plan`.
 
-    Values are checked where they are used, as many depend on the model or on the mesh.
+    The functions that take a Sharding check its values: many depend on the model or the mesh.
 
     Attributes:
         strategy: what is sharded over the ranks:
@@ -131,27 +133,27 @@ class Sharding:
             - ``"grad"``: the same, but parameters stay gathered between forward and backward
               (ZeRO-2);
             - ``"optimizer"``: as ``"grad"``, and parameters also stay gathered from one
-              micro-batch to the next, until the backward that reduces the gradients (ZeRO-1):
+              micro-batch to the next, until the backward that reduces the gradients (ZeRO-1);
               call ``model.set_requires_gradient_sync(False)`` for all micro-batches but the last;
             - ``"none"``: nothing; gradients are all-reduced;
             - ``"hybrid"``: as ``"full"`` within a node, replicated across nodes.
 
         wrap: which modules become units; see `units_of`.
         mp_policy, offload_policy: as in `fully_shard`, for all units.
-        replicate_below: parameters of fewer bytes (whole, in the dtype they are stored in) are
-            kept whole on every rank and their gradients all-reduced. This saves one message per
-            gather and costs only the memory of small parameters.
+        replicate_below: parameters with fewer bytes (whole, in their stored dtype) are kept whole
+            on every rank, and their gradients are all-reduced. This saves one message per gather
+            and costs only the memory of small parameters.
         reshard_after_forward: overrides the strategy's setting: a value for all units except the
             root, or a function that takes a `UnitDescription` and returns the value for that unit.
-        prefetch: how many units to gather ahead of the one that computes. 1: the unit that ran
-            next in the last step; more: those that follow in model order.
+        prefetch: how many units to gather ahead of the one that computes. 1 gathers the unit that
+            ran next in the last step; a larger number gathers the next units in model order.
         direct_min_bytes, comm_policy, shard_granularity: as in `fully_shard`, for all units.
-        max_gathered_bytes: limit on the bytes of gathered parameters, which then decides how many
-            units are gathered ahead; see `FSDPModule.set_max_gathered_bytes`. None: no limit.
-        max_device_bytes: with `CPUOffloadPolicy`, bytes of shards and their gradients on each rank
-            that stay on the device: the units are gone through from the first, and those that still
-            fit are not offloaded. Their optimizer state is on the device, too, beside these bytes.
-            None: 0.
+        max_gathered_bytes: limit on the bytes of gathered parameters. The limit then decides how
+            many units are gathered ahead; see `FSDPModule.set_max_gathered_bytes`. None: no limit.
+        max_device_bytes: with `CPUOffloadPolicy`, how many bytes of shards and their gradients stay
+            on the device, per rank. Going from the first unit to the last, each unit that still
+            fits is not offloaded. The optimizer state of these units also stays on the device and
+            does not count. None: 0.
 
     Example:
         >>> sharding = Sharding("grad", wrap=Block, prefetch=2)
@@ -189,7 +191,7 @@ def with_fields(given: Any, fields: Mapping[str, Any]) -> Any:
 
 
 def sharding_of(given: Sharding | None, fields: Mapping[str, Any]) -> Sharding:
-    """What a ``sharding`` and its fields by name, which come first, mean together.
+    """``sharding`` with the fields that are also given by name, which take precedence.
 
     Raises:
         TypeError: for something else than a Sharding, or a field that it does not have.
@@ -216,19 +218,19 @@ def shard_model(
 
     Args:
         model: the model; may be on the meta device.
-        mesh: as in `fully_shard`. None: all ranks; for ``"hybrid"``, parameters are sharded over
-            the ranks of a node (``LOCAL_WORLD_SIZE``, which torchrun sets) and nodes are replicas.
-        sharding: how; None: ``Sharding()``.
+        mesh: as in `fully_shard`. None: all ranks. With ``"hybrid"``, None shards over the ranks of
+            a node (``LOCAL_WORLD_SIZE``, which torchrun sets) and replicates across nodes.
+        sharding: the settings. None: ``Sharding()``.
         shard_placement_fn, ignored_params, dp_mesh_dims: as in `fully_shard`, for all units.
-        fields: of `Sharding`, by name, which come before those of ``sharding``.
+        fields: fields of `Sharding` by name; they override ``sharding``.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: for an unknown strategy, a mesh that does not fit it, a ``wrap`` that does not
-            fit the model, or ``max_device_bytes`` without `CPUOffloadPolicy`.
-        TypeError: for arguments of the wrong type, or unknown ones.
+        ValueError: for an unknown strategy; for a mesh that does not fit it; for a ``wrap`` that
+            does not fit the model; or for ``max_device_bytes`` without `CPUOffloadPolicy`.
+        TypeError: for unknown arguments, or arguments of the wrong type.
 
     Example:
         >>> model = shard_model(model, strategy="full", wrap=Block)
@@ -279,7 +281,7 @@ class _OffloadBeyond(CPUOffloadPolicy):
     """The policy of all units of one `shard_model`, until each has its own.
 
     Attributes:
-        device_bytes: what the units to come may have on the device.
+        device_bytes: the bytes that are left on the device for the next units.
     """
 
     device_bytes: int = 0
@@ -294,8 +296,8 @@ class _OffloadBeyond(CPUOffloadPolicy):
             )
             for bucket in buckets
         )
-        # From the first unit on: its gradients are the last of backward, so that nothing would go
-        # on beside their way to the host. Sizes are the same on all ranks, with padding.
+        # From the first unit on: its gradients are the last of backward, so no computation is left
+        # to hide their copy to the host. Sizes are the same on all ranks, with padding.
         if nbytes > self.device_bytes:
             return CPUOffloadPolicy(self.pin_memory)
         self.device_bytes -= nbytes
@@ -303,11 +305,11 @@ class _OffloadBeyond(CPUOffloadPolicy):
 
 
 def offload_beyond(policy: Any, max_device_bytes: int | None) -> OffloadPolicy:
-    """``policy``, which leaves so many bytes of all units together on the device.
+    """``policy``, but with up to ``max_device_bytes`` of all units together on the device.
 
     Raises:
-        ValueError: for a policy that leaves everything there, or a negative number.
-        TypeError: for a number that is no int, or a policy that is none.
+        ValueError: for a policy that offloads nothing, or a negative number.
+        TypeError: for a number that is not an int, or something else than a policy.
     """
     policy = adopt_offload_policy(policy)
     if max_device_bytes is None:
@@ -315,7 +317,7 @@ def offload_beyond(policy: Any, max_device_bytes: int | None) -> OffloadPolicy:
     check_bytes("max_device_bytes", max_device_bytes)
     if not isinstance(policy, CPUOffloadPolicy):
         raise ValueError(
-            "max_device_bytes says what CPUOffloadPolicy leaves on the device: pass "
+            "max_device_bytes limits what CPUOffloadPolicy leaves on the device: pass "
             "offload_policy=CPUOffloadPolicy(), or leave it out"
         )
     return _OffloadBeyond(policy.pin_memory, max_device_bytes)

@@ -1,12 +1,12 @@
-"""Makes our sharded modules pass for torch's in the eyes of other libraries.
+"""Lets other libraries treat our sharded modules as torch's.
 
 Libraries check ``isinstance(module, torch.distributed.fsdp.FSDPModule)`` and then call methods
-that we have too. So that class is the last base of a sharded module's class: the check succeeds,
+that we have too. So torch's class is the last base of a sharded module's class: the check succeeds,
 and since `fsdp2.FSDPModule` comes first and has every method, none of torch's code runs.
 
 ``torch.distributed.pipelining`` and others also read private state, which `fully_shard.state`
-looks up in the module's ``__dict__``. `PipelineState` has the few attributes that say what a unit
-is; which clients read more, and so cannot work, is in ``docs/compatibility.md``.
+looks up in the module's ``__dict__``. `PipelineState` has the few attributes that describe a unit.
+``docs/compatibility.md`` lists clients that read more, and so cannot work.
 
 torch's composable functions (``replicate``, ``checkpoint``) record in a per-module registry that
 they were applied, and skip modules that another one has taken. We do the same.
@@ -91,8 +91,8 @@ class PipelineState:
 def publish_state(unit: Unit) -> None:
     """Publish the unit's `PipelineState` for `fully_shard.state`, ours and torch's, and mark its
     modules as taken for ``replicate``."""
-    # Not where ``_get_module_fsdp_state`` looks: a root of torch's around it would take it for one
-    # of its own.
+    # Not where ``_get_module_fsdp_state`` looks: a torch root around it would take it for one of
+    # torch's.
     state = PipelineState(unit)
     for module in unit.modules:
         vars(module).setdefault(STATE_KEY, {})[_KEY] = state

@@ -1,10 +1,10 @@
 """Errors that torch raises about sharded and gathered parameters, with what to call instead.
 
-Outside forward a sharded parameter is a DTensor, inside it is a plain tensor. What works on one may
-fail on the other, with messages from torch that do not mention units. torch has no hook for these
-errors, and a parameter class of our own would slow every operator down. So the few methods that
-users trip over are wrapped in torch's own classes (`common/torch_patches.py` lists them); no call
-that a step makes takes longer. Each message still begins with torch's text.
+Outside forward a sharded parameter is a DTensor, inside it is a plain tensor. An operation that
+works on one may fail on the other, and torch's messages do not mention units. torch has no hook for
+these errors, and our own parameter class would slow down every operator. So the few methods that
+often fail are wrapped in torch's classes (`common/torch_patches.py` lists them). No call in a
+training step gets slower. Each message still begins with torch's text.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _subject(tensor: DTensor) -> str:
 
 
 class _OfDTensors:
-    """An attribute that is missing as before (``hasattr`` says so), with the reason."""
+    """An attribute that is still missing (``hasattr`` is False), but whose error has the reason."""
 
     def __init__(self, name: str, _: object = None) -> None:
         self._name = name
@@ -186,8 +186,8 @@ for _name in _OF_DTENSORS:
 
 
 _SEVERAL_MESHES = (
-    "Gradients are on several meshes: call fsdp2.clip_grad_norm_ (or fsdp2.get_total_norm), which "
-    "take the same arguments"
+    "Gradients are on several meshes: call fsdp2.clip_grad_norm_ (or fsdp2.optim.get_total_norm), "
+    "which take the same arguments"
 )
 
 

@@ -1,10 +1,10 @@
 """Reconstructs a whole tensor subclass from its shards.
 
-Shards are joined through their inner tensors (`dtensor.subclasses`), because classes implement the
-operators that split a whole tensor but rarely those that join. An inner tensor has rows for each
-row of the shard (codes, scales), or there is one for all rows (a table). Only the class knows
-which: it is asked for fewer rows, and the inner tensors that get shorter scale with the rows. All
-ranks exchange what their shards say, and a whole is made only if they agree.
+Shards are joined through their inner tensors (`dtensor.subclasses`): classes implement the
+operators that split a whole tensor, but rarely the operators that join parts. An inner tensor
+either has rows for each row of the shard (codes, scales), or serves all rows (a table). To find
+out, this file asks the class for fewer rows: the inner tensors that get shorter scale with the
+rows. All ranks exchange their descriptions, and a whole tensor is built only if these agree.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Inner:
 
 @dataclass(frozen=True)
 class PartDescription:
-    """What one rank knows of a tensor subclass.
+    """One rank's description of a tensor subclass.
 
     Attributes:
         rows: rows of the part; ``all_rows``: rows of the whole.
         inner: the inner tensors, by path.
-        settings: the rest of what the class says about the whole, as comparable values.
+        settings: the class's other data about the whole, as comparable values.
         problem: why the whole cannot be described; empty if it can.
     """
 
@@ -178,7 +178,7 @@ def _scaled(size: Sequence[int], before: Sequence[int], now: Sequence[int]) -> t
     return (now[0], *size[1:])
 
 
-# -- what the class says besides its inner tensors ------------------------------------------------
+# -- the data of the class apart from its inner tensors -------------------------------------------
 
 
 class _ChangesWithRows(Exception):
@@ -195,7 +195,7 @@ def _contexts(
     device: torch.device | None = None,
     prefix: str = "",
 ) -> dict[str, Any]:
-    """What ``__tensor_flatten__`` gives besides names, for the whole tensor; by path."""
+    """What ``__tensor_flatten__`` returns apart from names, for the whole tensor; by path."""
     names, context = cast(Any, part).__tensor_flatten__()
     other = cast(Any, fewer).__tensor_flatten__()[1] if fewer is not None else _UNKNOWN
     shapes = tuple(part.shape), tuple(fewer.shape) if fewer is not None else None, tuple(shape)
@@ -246,7 +246,7 @@ def _for_shape(value: Any, other: Any, shapes: Any, device: torch.device | None)
 def _changes(value: Any, other: Any) -> str:
     return (
         "its __tensor_flatten__ returns something that changes with the number of rows in a way "
-        f"only its class knows: {value!r}, and {other!r} for fewer rows"
+        f"only its class can compute: {value!r}, and {other!r} for fewer rows"
     )
 
 

@@ -44,10 +44,10 @@ MAX_COUNTS = 4096  # names that are remembered, so that a long run does not fill
 
 
 class Counts:
-    """How often some ranks have done something together, by what it was.
+    """Counts how often a set of ranks did each thing together.
 
-    Of the last `MAX_COUNTS` different things. Each set of ranks has counts of its own, so all of
-    them forget the same things at the same time.
+    Only the last `MAX_COUNTS` different things are remembered. Each set of ranks is counted
+    separately, so its ranks forget the same things at the same time.
     """
 
     def __init__(self) -> None:
@@ -96,9 +96,9 @@ def _agree(store: dist.Store, key: str, value: str) -> str:
 
 
 def next_nonce(path: Path, ranks: tuple[int, ...]) -> str:
-    """A nonce for the next attempt of ``ranks`` to save ``path``: each counts its own attempts.
+    """A nonce for the next attempt of ``ranks`` to save ``path``: each rank counts the attempts.
 
-    Those of other sets of ranks do not count, since only some of ``ranks`` were part of them.
+    Attempts of other sets of ranks do not count, since only some of ``ranks`` took part in them.
 
     Where torchrun's agent keeps the store over restarts, and with it the name of the run, they get
     other nonces by the restart count. Elsewhere the count is left out: agents count only what fails
@@ -158,11 +158,11 @@ def _delete(store: dist.Store, key: str) -> None:
 def told_by_all(
     about: str, value: str, ranks: tuple[int, ...], *, warn_after_s: float | None = None
 ) -> list[str]:
-    """What each of ``ranks`` tells, in their order; on all of them, which must all call it.
+    """Exchange a value between ``ranks``, which must all call this; returns all values, in order.
 
-    The first collects and passes it on, so that the operations of the store grow with n, not n * n.
-    What ranks in a row say alike is passed on once; where all differ, the bytes still grow with
-    n * n.
+    The first rank collects and passes them on, so that the operations of the store grow with n, not
+    n * n. A value that consecutive ranks share is passed on once; where all differ, the bytes still
+    grow with n * n.
 
     Args:
         about: what they are about to do, for messages; in the same words on all ranks.
@@ -218,21 +218,21 @@ def _wait_for_all(
 
 
 class Together:
-    """What some ranks do in phases, each of which all of them finish or none.
+    """Work that ranks do in phases: either all of them finish a phase, or none.
 
-    A context. Each `tell` inside ends a phase, and leaving it the last one. An error on one rank is
-    raised on all of them at the end of the phase: in the others as an error of the same class, if
-    it is one of checkpoints.
+    A context. Each `tell` inside ends a phase, and leaving the context ends the last one. An error
+    on one rank is raised on all of them at the end of the phase. Checkpoint errors keep their
+    class.
 
     Args:
         about: what they do, for messages: "load ...".
-        ranks: all of which enter it.
+        ranks: the ranks, which must all enter the context.
 
     Like this::
 
         with Together(f"load from {root}", ranks) as ranks_too:
             read_and_check()
-            ranks_too.tell()  # no rank has changed anything, or all go on
+            ranks_too.tell()  # no rank has changed anything, or all continue
             change()
     """
 
@@ -241,7 +241,7 @@ class Together:
         self._over = False
 
     def tell(self, value: str = "", *, warn_after_s: float | None = None) -> list[str]:
-        """End a phase; returns what each rank tells.
+        """End a phase; returns the value of each rank.
 
         Raises:
             CheckpointError: if a rank has failed in it.

@@ -40,26 +40,26 @@ STEP = re.compile(r"step-([0-9]{6}|[1-9][0-9]{6,17})")
 class Checkpointer:
     """Saves and loads the state of a training run, on any number of ranks.
 
-    On as many ranks as saved, a resumed run is exact: random state and per-rank buffers are
-    restored too. On another number neither can be (`Loaded.same_ranks`).
+    A run resumed on the same number of ranks is exact: random state and per-rank buffers are
+    restored too. On another number of ranks neither is restored (see `Loaded.same_ranks`).
 
-    All ranks create one and call the same methods in the same order. Only a few bytes are
-    communicated, at the start and in loads.
+    All ranks create a Checkpointer and call its methods in the same order. They communicate only a
+    few bytes, at creation and in loads.
 
     Args:
-        root: the folder of the checkpoints; made if it does not exist.
+        root: the folder of the checkpoints; created if it does not exist.
         keep: how many committed steps to keep; None: all.
         layout, max_file_bytes, files_per_host, ranks, rank_local: as for `save_model`.
-        grace_s: a later save removes an unfinished attempt if nothing was written to it for this
-            many seconds; one that a rank has given up, after a minute.
-        max_device_bytes: how many bytes of device memory this rank may spend, during a save with
-            ``blocking=False``, to make training wait less for copies to the host: so much of what
-            it saves is first copied on the device. (Adam in fp32 has 12 bytes for each parameter of
-            a shard.) The memory is free again once the copies have reached the host.
+        grace_s: a later save removes an unfinished attempt after this many seconds without a write,
+            or after a minute at most if a rank gave the attempt up.
+        max_device_bytes: device memory in bytes that a save with ``blocking=False`` may use on this
+            rank, so that training waits less for copies to the host. Up to this much of the state
+            is first copied on the device. (With Adam in fp32, the state has 12 bytes for each
+            parameter of a shard.) The memory is freed once the copies have reached the host.
 
     Raises:
         CheckpointError: if the folder cannot be created, or not all ranks see the same one.
-        ValueError, TypeError: if an argument is not a number of its kind.
+        ValueError, TypeError: if an argument has a wrong value or type.
 
     Example::
 
@@ -129,12 +129,12 @@ class Checkpointer:
             scheduler: anything with ``state_dict`` and ``load_state_dict``, or several.
             extra: other state that this rank needs, such as the position in the data: numbers,
                 strings, tensors, and lists and dicts of them. May differ between ranks.
-            blocking: False returns once this rank's tensors are being copied to buffers (reused by
-                the next save); a thread writes them. The current stream waits for the copies, and
-                not the host: the checkpoint has the values of now, whatever you do next. (Another
-                stream that writes to the tensors must wait for this one first, as after any
-                operation.) If an earlier save is still being written, this call first waits for
-                it and raises its error.
+            blocking: False returns once copies of this rank's tensors to buffers are enqueued; a
+                thread writes the files. The current stream waits for the copies, but the host does
+                not. So the checkpoint has the values at the time of the call, whatever you do next.
+                Any other stream that writes to the tensors must first wait for the current one. If
+                an earlier save is still being written, this call first waits for it and raises its
+                error.
             timeout: how many seconds a blocking save waits for the other ranks.
 
         Returns:
@@ -142,11 +142,12 @@ class Checkpointer:
 
         Raises:
             CheckpointExists: if the step has already been saved.
-            CheckpointError: if the state cannot be saved, or ranks disagree; or if other ranks
-                never called the save before this one, so that it will never be committed.
-            TimeoutError: if ``blocking``, naming the ranks that are waited for.
-            TypeError: if ``extra`` or a state holds something other than plain values; says where.
-            OSError: if the disk is full or broken; earlier checkpoints stay as they are.
+            CheckpointError: if the state cannot be saved, or ranks disagree. Also if other ranks
+                never called the previous save, which can then never be committed.
+            TimeoutError: after ``timeout`` seconds, if ``blocking``; names the ranks that have not
+                called this or have not finished.
+            TypeError: if ``extra`` or a state holds other than plain values; names the place.
+            OSError: if the disk is full or broken; earlier checkpoints stay intact.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ValueError(f"step must be an integer of at least 0, got {_shown(step)}")
@@ -220,7 +221,7 @@ class Checkpointer:
         """Check that the ranks are the same as when this object was created.
 
         Raises:
-            CheckpointError: if it was created before the process group, or that was destroyed.
+            CheckpointError: if the process group was created or destroyed since.
         """
         if all_ranks() != self._world:
             raise CheckpointError(
@@ -234,7 +235,7 @@ class Checkpointer:
 
         Raises:
             TimeoutError: after ``timeout`` seconds.
-            CheckpointError: or whatever else the save raised.
+            CheckpointError: or any other error that the save raised.
         """
         last = self._last
         if last is not None:
@@ -296,25 +297,27 @@ class Checkpointer:
     ) -> Loaded:
         """Load a step, saved by any number of ranks on any mesh.
 
-        Everything is checked before anything is changed (see ``keep_on_error``), on all ranks: an
-        error on one of them is raised on all, of the same class if it is one of checkpoints. So a
-        program may catch it and load an earlier step.
+        All ranks check everything before any rank changes anything (see ``keep_on_error``). An
+        error on one rank is raised on all of them, and errors of this module keep their class. So a
+        program can catch an error and load an earlier step.
 
         Args:
-            step: its number, or "latest": the first rank decides. All load the same step.
-            model, optimizer, scheduler: what to load into, matching what was saved. None: do not
-                load it. The optimizer needs no state yet.
+            step: its number, or "latest": the latest step that the first rank sees. All ranks load
+                the same step.
+            model, optimizer, scheduler: the objects to load into, of the same structure as those
+                saved; None: skip. The optimizer needs no state yet.
             strict, cast, verify_checksums, device: as for `load_model`.
-            names: as for `load_model`, also for the optimizer's state and that of modules.
-            keep_on_error: as for `load_model`, and also for the optimizer's existing state. State
+            names: as for `load_model`; also applies to the state of the optimizer and of modules.
+            keep_on_error: as for `load_model`; also protects the optimizer's existing state. State
                 that the optimizer does not have yet is always read once.
-            random_state: restore random number generators, if as many ranks load as saved.
+            random_state: restore random number generators, if the number of ranks is the same as
+                when saving.
 
         Raises:
             CheckpointNotFound: if there is no such step. With "latest" the first rank's listing
                 decides, so all ranks raise it or none does.
             CheckpointError: if a rank does not see the latest step of the first rank, or never
-                calls this.
+                calls this method.
             CorruptCheckpoint, CheckpointMismatch: as for `load_model`.
 
         Example::
@@ -374,16 +377,16 @@ class Checkpointer:
 
 
 def peek(root: str | os.PathLike[str], step: int | str = "latest") -> Loaded:
-    """Read what a `Checkpointer` saved besides tensors, in one process on its own.
+    """Read the values other than tensors that a `Checkpointer` saved, in a single process.
 
-    For a program that needs its options before it starts processes and builds a model.
+    For programs that need their options before they start processes and build a model.
 
     Args:
         root: the folder of the checkpoints.
         step: its number, or "latest".
 
     Returns:
-        The step, ``extra`` of the first rank, and ``extra_of_ranks``.
+        A report with the step, ``extra`` of the first rank, and ``extra_of_ranks``.
 
     Raises:
         CheckpointNotFound: if there is no such step.
@@ -472,7 +475,7 @@ def _nothing_in(root: Path) -> CheckpointNotFound:
 
 
 def _neighbour_of(root: Path) -> str:
-    """The folder of a Checkpointer beside it that may be meant; the end of a message."""
+    """The end of a message: a Checkpointer's folder next to ``root`` that may be meant."""
     others = []
     with suppress(OSError):
         others = [path.name for path in sorted(root.parent.iterdir()) if steps_in(path)]

@@ -43,7 +43,7 @@ def save_model(
 ) -> SaveHandle:
     """Save the weights of ``model`` as an ordinary safetensors checkpoint in the folder ``path``.
 
-    Every rank writes its own byte ranges into the final files, without communication; the complete
+    Every rank writes its own byte ranges into the final files, without communication. The complete
     folder appears when the last rank is done. It has the layout of Hugging Face's
     ``save_pretrained`` (without the configuration, which the caller adds), and ``from_pretrained``
     and ``safetensors.torch.load_file`` can read it.
@@ -51,22 +51,22 @@ def save_model(
     Args:
         model: a module sharded by this package or torch's FSDP2, tensor-parallel, or plain.
             Tied parameters are saved once.
-        path: a folder that does not exist yet; its parents are made.
+        path: a folder that does not exist yet; its parents are created.
         layout: "shared": final files of whole tensors; "per-rank": files of shards, one per rank
             (for object stores; ``fsdp2 ckpt export`` converts them to final files); "auto": shared
             unless a rank would write many tiny ranges.
         max_file_bytes: maximum size of one file of whole tensors.
-        files_per_host: into how many files the ranks of a host (``LOCAL_WORLD_SIZE``, which
-            torchrun sets; else all ranks) write their shards where these are not in shared files;
-            has to divide these. By default each rank writes its own, and with layout "auto" on
-            more than 512 ranks so many in a row write one that 512 files are enough for all.
-        ranks: the global ranks that call this; all of them by default. Pass ``[0]`` if only
-            rank 0 saves a model that it holds whole.
-        rank_local: called with a name; tells whether the other ranks of the model lack this
-            tensor: a plain one that only this rank has (such as its experts), or a DTensor that
-            only the ranks of its own mesh have. By default plain tensors are equal on all ranks,
-            and DTensors on a slice of a mesh are equal on every slice (data parallel combined
-            with tensor parallel).
+        files_per_host: how many files of shards the ranks of a host write, if these shards are not
+            in shared files. It must divide the number of ranks of a host (``LOCAL_WORLD_SIZE``,
+            which torchrun sets; otherwise all ranks). By default each rank writes its own file.
+            With layout "auto" on more than 512 ranks, consecutive ranks share files, so that there
+            are at most 512.
+        ranks: the global ranks that call this; all of them by default. Pass ``[0]`` if rank 0 alone
+            saves a whole model.
+        rank_local: a function that gets the name of a tensor. It returns True if only this rank has
+            this plain tensor (an expert, for example), or only the ranks of its mesh have this
+            DTensor. By default plain tensors are equal on all ranks, and DTensors on a slice of a
+            mesh are equal on every slice (data parallel combined with tensor parallel).
         timeout: seconds to wait for the other ranks; None: forever.
 
     Returns:
@@ -74,10 +74,11 @@ def save_model(
 
     Raises:
         CheckpointExists: if ``path`` exists.
-        CheckpointError: if the parent cannot be made or written to, or ranks disagree.
-        TimeoutError: names the ranks that have not called it or not finished.
+        CheckpointError: if the parent cannot be created or written to, or ranks disagree.
+        TimeoutError: after ``timeout`` seconds; names the ranks that have not called this or have
+            not finished.
         OSError: if the disk is full or broken; then nothing appears under ``path``.
-        ValueError: if ``layout`` or ``files_per_host`` is not one of those above.
+        ValueError: if ``layout``, ``files_per_host`` or ``ranks`` has a wrong value.
 
     Example::
 
@@ -124,7 +125,7 @@ def load_model(
     names: NameMap = None,
     device: torch.device | str | None = None,
 ) -> LoadReport:
-    """Load weights into ``model``; each rank reads only the bytes of its own shards.
+    """Load weights into ``model``; each rank reads only the bytes of its shards.
 
     Args:
         model: as for `save_model`, sharded over any number of ranks. Parameters and buffers on
@@ -133,27 +134,28 @@ def load_model(
             or any safetensors checkpoint in Hugging Face's layout.
         strict: raise if a name is missing from the model or the checkpoint.
         cast: convert dtypes that differ instead of raising.
-        verify_checksums: check every block read against the checksum it was written with.
-            Checkpoints of other libraries have none.
-        keep_on_error: leave the model unchanged if a block turns out to be damaged. To do so, the
-            bytes of a model that holds values are read twice, first to verify them and then into
-            place, unless there are few (up to 32 MiB). With False they are read once, and after
-            an error the model holds part of the checkpoint; that is fine if its values are
-            meaningless, as after ``to_empty()``. For a model on the meta device, bytes are always
-            read once, and an error leaves it unchanged.
+        verify_checksums: compare every block with its saved checksum. Checkpoints of other
+            libraries have none.
+        keep_on_error: leave the model unchanged if a block turns out to be damaged. If the model
+            holds values and there are more than 32 MiB, bytes are then read twice: first to verify
+            them, then into place. With False they are read once, and after an error the model
+            holds part of the checkpoint; that is fine if its values are meaningless, as after
+            ``to_empty()``. For a model on the meta device, bytes are always read once, and an error
+            leaves it unchanged.
         names: translates the model's names to the checkpoint's: a dict (other names stay) or a
             function.
-        device: where to put tensors that are on the meta device. The default is the device of
-            their mesh, for buffers that of the parameters' mesh, for plain models the CPU.
+        device: the device for tensors that are on the meta device. By default parameters go to the
+            device of their mesh, buffers to the device of the parameters' mesh, and plain models to
+            the CPU.
 
     Returns:
-        What was missing, unexpected and verified.
+        A report: missing and unexpected names, and whether checksums were compared.
 
     Raises:
         CheckpointNotFound: if there is nothing at ``path``.
         CorruptCheckpoint: if a file is damaged; the model is unchanged (see ``keep_on_error``).
         CheckpointMismatch: if names, shapes or dtypes do not fit; the model is unchanged.
-        CheckpointError: if it is a pickled file (``.pt``), or cannot be read by this user.
+        CheckpointError: if ``path`` is a pickled file (``.pt``), or this user may not read it.
 
     Example::
 

@@ -33,8 +33,8 @@ _STEP: dict[str, Any] = {
 }
 _PATH: dict[str, Any] = {
     "metavar": "PATH",
-    "help": "a checkpoint folder (of fsdp2 or Hugging Face), an index file, a safetensors file, or "
-    "a Checkpointer's folder",
+    "help": "checkpoint folder (of fsdp2 or Hugging Face), index file, safetensors file, or "
+    "folder of a Checkpointer",
 }
 
 
@@ -50,7 +50,7 @@ def add_ckpt(groups: Any) -> None:
             "export",
             ckpt_export,
             _add_export,
-            "write ordinary safetensors files of whole tensors",
+            "write whole tensors to ordinary safetensors files",
         ),
         ("diff", ckpt_diff, _add_diff, "compare two checkpoints: names, dtypes, shapes, values"),
     ):
@@ -77,21 +77,21 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", **_PATH)
     parser.add_argument(
-        "out", metavar="OUT", help="a folder to create, or one file if it ends in .safetensors"
+        "out", metavar="OUT", help="folder to create, or one file if it ends in .safetensors"
     )
     parser.add_argument("--step", **_STEP)
     parser.add_argument(
-        "--dtype", choices=("bf16", "fp16", "fp32"), help="for the model's floating-point tensors"
+        "--dtype", choices=("bf16", "fp16", "fp32"), help="cast the model's floating-point tensors"
     )
     parser.add_argument(
         "--max-file-size",
         type=parse_bytes,
         default=parse_bytes("5GB"),
         metavar="SIZE",
-        help="size limit of one file: 5GB (the default), 500MiB, ...",
+        help="maximum size of a file: 5GB (the default), 500MiB, ...",
     )
-    parser.add_argument("--single", action="store_true", help="one file, however large")
-    parser.add_argument("--no-verify", action="store_true", help="do not compare checksums")
+    parser.add_argument("--single", action="store_true", help="write one file, however large")
+    parser.add_argument("--no-verify", action="store_true", help="do not verify checksums")
     parser.add_argument(
         "--with-optimizer",
         action="store_true",
@@ -105,7 +105,7 @@ def _add_diff(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, **{**_PATH, "metavar": name.upper()})
     for name in ("--atol", "--rtol"):
         parser.add_argument(
-            name, type=_tolerance, default=0.0, metavar="X", help="accept atol + rtol * |b|"
+            name, type=_tolerance, default=0.0, metavar="X", help="tolerate atol + rtol * |b|"
         )
     _add_json(parser)
     _add_quiet(parser)

@@ -1,4 +1,4 @@
-"""``fsdp2 compare``: a prediction beside a profile; needs neither GPUs nor the model."""
+"""``fsdp2 compare``: compare a prediction with a profile; needs neither GPUs nor the model."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from ..render.text import fail, print_json, shown
 
 
 def add_compare(groups: Any) -> None:
-    about = "compare a plan or prediction with a profile of the run"
+    about = "compare a plan or a prediction with the profile of a run"
     parser = groups.add_parser(
         "compare",
         help=about,
         description=(
-            f"{about[0].upper()}{about[1:]}: step, compute, exposed communication and memory, each "
-            "with its error."
+            f"{about[0].upper()}{about[1:]}: step time, compute, exposed communication and memory, "
+            "with the error of each."
         ),
     )
     parser.add_argument(
         "predicted",
         type=Path,
         metavar="PREDICTED",
-        help="what fsdp2 plan --json or fsdp2 predict --json has printed, in a file",
+        help="file with the output of fsdp2 plan --json or fsdp2 predict --json",
     )
     parser.add_argument(
-        "measured", type=Path, metavar="PROFILE", help="what save_json() of a profile has written"
+        "measured", type=Path, metavar="PROFILE", help="file written by save_json() of a profile"
     )
-    parser.add_argument("--picture", metavar="FILE", help="also as a picture: compared.png")
+    parser.add_argument("--picture", metavar="FILE", help="also draw it to a file: compared.png")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run_compare)
 

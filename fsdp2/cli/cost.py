@@ -1,4 +1,4 @@
-"""``fsdp2 cost``: days and money to a number of tokens, on several numbers and kinds of GPUs."""
+"""``fsdp2 cost``: days and cost of a run over a number of tokens, by number and type of GPU."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 def add_cost(groups: Any) -> None:
-    about = "work out days and money of a training, by number and kind of GPU"
+    about = "compute the days and cost of a training run, by number and type of GPU"
     parser = groups.add_parser(
         "cost",
         help=about,
-        description=f"{about[0].upper()}{about[1:]}: options that take a LIST make a table of all "
-        "combinations",
+        description=f"{about[0].upper()}{about[1:]}. With LIST options, all combinations are "
+        "computed and printed as a table.",
     )
     add_configurations(parser)
     parser.add_argument(
@@ -35,34 +35,34 @@ def add_cost(groups: Any) -> None:
         type=partial(list_of, str),
         required=True,
         metavar="LIST",
-        help="kinds of GPUs: h100,h200 or files of hardware",
+        help="types of GPUs: h100,h200 or hardware files",
     )
     parser.add_argument(
         "--price",
         type=partial(list_of, parse_amount),
         required=True,
         metavar="LIST",
-        help="of a GPU for an hour, in any currency: one for all kinds, or one for each",
+        help="price of one GPU for an hour, in any currency: one for all types, or one for each",
     )
     parser.add_argument(
-        "--tokens", type=parse_amount, required=True, metavar="N", help="to train on: 300B or 15T"
+        "--tokens", type=parse_amount, required=True, metavar="N", help="length: 300B or 15T"
     )
     parser.add_argument(
         "--goodput",
         type=parse_amount,
         default=1.0,
         metavar="PART",
-        help="part of the time that is spent in steps (default: 1)",
+        help="fraction of the time that is spent in steps (default: 1)",
     )
     parser.add_argument(
         "--max-batch",
         type=parse_amount,
         metavar="N",
-        help="leave out what has more tokens in a step: 4M",
+        help="leave out configurations with more tokens per step: 4M",
     )
     add_precision(parser)
     parser.add_argument(
-        "--picture", metavar="FILE", help="write days and cost as a picture: cost.png"
+        "--picture", metavar="FILE", help="also draw days and cost to a file: cost.png"
     )
     add_output(parser)
     parser.set_defaults(run=run_cost)
@@ -83,7 +83,7 @@ def parse_amount(text: str) -> float:
 
 
 def run_cost(args: argparse.Namespace) -> int:
-    """Sweep over all kinds of GPUs for a model created on the meta device."""
+    """Sweep over all types of GPUs for a model created on the meta device."""
     from ..planning import Cluster, find_hardware, sweep, training_cost
 
     def make() -> Any:

@@ -1,4 +1,4 @@
-"""``fsdp2 doctor``: run on all ranks under the job's launcher, before the job."""
+"""``fsdp2 doctor``: checks the hosts of a job; runs on all ranks, before the job."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from .ckpt import parse_bytes
 
 
 def add_doctor(groups: Any) -> None:
-    about = "examine the hosts of a job: start it on all ranks, as the job is started"
+    about = "check the hosts, links and limits of a job (start it on all ranks)"
     parser = groups.add_parser(
         "doctor",
         help=about,
         description=(
-            "Examine the hosts of a job: versions, devices, clocks, addresses, limits, every link, "
-            "communicators, and a folder for checkpoints. Start it on all ranks by the job's "
-            "launcher: torchrun --nnodes 2 ... -m fsdp2 doctor. Rank 0 prints what is wrong and "
-            "what to do; the exit code is 1 if anything is an error."
+            "Check the hosts of a job: versions, devices, clocks, addresses, limits, every link, "
+            "communicators, and a folder for checkpoints. Start it on all ranks with the job's "
+            "launcher: torchrun --nnodes 2 ... -m fsdp2 doctor. Rank 0 prints the problems and "
+            "their remedies. The exit code is 1 if there are errors."
         ),
     )
     parser.add_argument(
-        "--folder", type=Path, metavar="DIR", help="also examine the folder for checkpoints"
+        "--folder", type=Path, metavar="DIR", help="also check this folder for checkpoints"
     )
     parser.add_argument(
-        "--need", type=parse_bytes, default=0, metavar="SIZE", help="that must be free there: 2TB"
+        "--need", type=parse_bytes, default=0, metavar="SIZE", help="space that must be free: 2TB"
     )
     parser.add_argument(
         "--message",
         type=parse_bytes,
         default=16 << 20,
         metavar="SIZE",
-        help="of the messages that measure bandwidth (default: 16MiB)",
+        help="size of the messages that measure bandwidth (default: 16MiB)",
     )
     parser.add_argument(
         "--timeout",
@@ -48,7 +48,7 @@ def add_doctor(groups: Any) -> None:
 
 
 def run_doctor(args: argparse.Namespace) -> int:
-    """Examine this rank's part; rank 0 prints."""
+    """Check this rank's host and links; rank 0 prints the report."""
     if not args.timeout > 0:
         return fail("--timeout has to be more than 0 seconds")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded

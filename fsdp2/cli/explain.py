@@ -10,14 +10,14 @@ from .model import ModelError, add_model, load_model, parse_number, sharding_opt
 
 
 def add_explain(groups: Any) -> None:
-    about = "show the units of a model, their bytes and what a step communicates"
+    about = "show the units of a model, their bytes and the traffic of a step"
     parser = groups.add_parser("explain", help=about, description=f"{about[0].upper()}{about[1:]}")
     add_model(parser)
     parser.add_argument(
         "--ranks-per-node",
         type=parse_number,
         metavar="G",
-        help="ranks on each host (without it: all), to batch gathers and say what goes to others",
+        help="ranks per host, to batch gathers and count the traffic between hosts (default: all)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--params", action="store_true", help="list every parameter")

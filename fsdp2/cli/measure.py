@@ -1,4 +1,4 @@
-"""``fsdp2 measure``: run on all ranks under the job's launcher; writes a file for ``plan``."""
+"""``fsdp2 measure``: measures hardware on all ranks of a job; writes a file for ``plan``."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ from .together import run_together
 
 
 def add_measure(groups: Any) -> None:
-    about = "measure the speeds of a job's hardware, for fsdp2 plan: start it on all ranks"
+    about = "measure a job's hardware for fsdp2 plan (start it on all ranks)"
     parser = groups.add_parser(
         "measure",
         aliases=["calibrate"],
         help=about,
         description=(
-            "Measure multiplications, attention, norms, memory, the host, collectives by size over "
-            "each dim of a mesh, and the disk, in 1 to 2 minutes. Start it on all ranks by the "
+            "Measure matrix products, attention, norms, memory, the host, collectives by size over "
+            "each dim of a mesh, and the disk, in 1 to 2 minutes. Start it on all ranks with the "
             "job's launcher: torchrun --nnodes 2 ... -m fsdp2 measure --out ours.json. Rank 0 "
-            "writes the file, which fsdp2 plan --hardware ours.json takes."
+            "writes the file. Pass it to fsdp2 plan --hardware ours.json."
         ),
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="ends in .json")
-    parser.add_argument("--name", default="measured", help="of the hardware (default: measured)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="a .json file")
     parser.add_argument(
-        "--folder", type=Path, metavar="DIR", help="also measure the disk of a folder"
+        "--name", default="measured", help="name of the hardware (default: measured)"
     )
-    parser.add_argument("--quick", action="store_true", help="a few small sizes: to try it out")
+    parser.add_argument(
+        "--folder", type=Path, metavar="DIR", help="also measure the disk of this folder"
+    )
+    parser.add_argument("--quick", action="store_true", help="a few small sizes, for a trial")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
     parser.set_defaults(run=run_measure)
 
 
 def run_measure(args: argparse.Namespace) -> int:
-    """Measure on this rank; rank 0 writes."""
+    """Measure on this rank; rank 0 writes the file."""
     if args.out.suffix != ".json":
         return fail(f"--out has to end in .json, got {args.out}")
     if "RANK" not in os.environ:

@@ -32,7 +32,7 @@ def add_model_name(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a function or class that returns the model when called without arguments: "
+        help="function or class that creates the model when called without arguments: "
         "package.module:function or path/to/file.py:function; called on the meta device",
     )
 
@@ -47,20 +47,20 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--node-size",
         type=parse_number,
         metavar="G",
-        help="ranks per node, for the strategy hybrid",
+        help="ranks per node, for --strategy hybrid",
     )
     parser.add_argument(
         "--strategy",
         choices=STRATEGIES,
         default="full",
-        help="what is sharded over the ranks (default: full)",
+        help="what to shard over the ranks (default: full)",
     )
     parser.add_argument(
         "--wrap",
         default="auto",
         metavar="POLICY",
-        help="auto (the default), root, class:Block,Embedding, size:32MiB, or names: "
-        "embedding,layers.*,norm+head",
+        help="which modules become units: auto (the default), root, class:Block,Embedding, "
+        "size:32MiB, or names: embedding,layers.*,norm+head",
     )
     parser.add_argument("--param-dtype", choices=DTYPES, help="dtype of computation and gathers")
     parser.add_argument("--reduce-dtype", choices=DTYPES, help="dtype of gradient reduction")
@@ -70,16 +70,19 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         type=parse_bytes,
         default=0,
         metavar="SIZE",
-        help="replicate parameters of fewer bytes on every rank: 64KiB, ...",
+        help="replicate smaller parameters on every rank: 64KiB, ...",
     )
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda; cpu means gloo"
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="device type (default: cuda); cpu uses gloo",
     )
 
 
 def add_wire(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that `comm_policy_of` reads."""
-    about = "dtype that {} are sent in, in place of a wider one"
+    about = "dtype in which {} are sent, instead of a wider one"
     parser.add_argument("--gather-as", choices=WIRE_DTYPES, help=about.format("weights"))
     parser.add_argument("--reduce-as", choices=("bf16", "int8"), help=about.format("gradients"))
 
@@ -165,10 +168,10 @@ def _import(where: str) -> Any:
 
 
 def sharding_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `explain`, from those of the command line.
+    """The arguments of `explain`, from the command line.
 
     Raises:
-        ModelError: if they do not fit together.
+        ModelError: if they contradict each other.
     """
     shape: Any = args.world_size
     if args.node_size is not None:
@@ -225,7 +228,7 @@ def parse_wrap(text: str) -> Any:
     kind, _, rest = text.partition(":")
     if text in ("auto", "root"):
         return text
-    if kind == "class" and rest:  # apart: a stage of a pipeline may have one of several
+    if kind == "class" and rest:  # one policy each: a pipeline stage may have only some of them
         return [f"class:{name.strip()}" for name in rest.split(",")]
     if kind == "size" and rest:
         try:

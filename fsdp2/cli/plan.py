@@ -26,8 +26,8 @@ from .model import (
 )
 
 CHECKPOINTING = ("none", "selective", "full")
-_EXPERTS = "consecutive ranks over which experts are distributed"
-_CONTEXT = "consecutive ranks over which each sequence is split"
+_EXPERTS = "number of consecutive ranks that divide the experts"
+_CONTEXT = "number of consecutive ranks that divide each sequence"
 _NOT_GIVEN: Any = object()  # None is a choice
 ACCUMULATION = ("unsharded", "sharded", "every")
 
@@ -47,11 +47,11 @@ def add_estimate(groups: Any) -> None:
         "--accumulation",
         choices=ACCUMULATION,
         default="unsharded",
-        help="how gradients of micro-batches are summed: whole, and reduced in the last; on "
-        "shards (set_accumulate_sharded); or reduced in every one (default: unsharded)",
+        help="how to sum gradients of micro-batches: unsharded and reduced in the last one (the "
+        "default), on shards (set_accumulate_sharded), or reduced in every one",
     )
     parser.add_argument(
-        "--ranks-per-node", type=parse_number, default=8, metavar="N", help="default: 8"
+        "--ranks-per-node", type=parse_number, default=8, metavar="N", help="(default: 8)"
     )
     parser.add_argument(
         "--expert-ranks", type=parse_number, default=1, metavar="N", help=f"{_EXPERTS} (default: 1)"
@@ -69,33 +69,33 @@ def add_plan(groups: Any) -> None:
     )
     _add_hardware(parser)
     parser.add_argument(
-        "--strategy", choices=STRATEGIES, help="what is sharded (default: full, hybrid, none tried)"
+        "--strategy", choices=STRATEGIES, help="what to shard (default: try full, hybrid and none)"
     )
     parser.add_argument(
-        "--wrap", metavar="POLICY", help="units, as of fsdp2 estimate (default: several tried)"
+        "--wrap", metavar="POLICY", help="as for fsdp2 estimate (default: try several policies)"
     )
     parser.add_argument(
         "--reshard",
         type=parse_reshard,
         default=_NOT_GIVEN,
         metavar="R",
-        help=f"{_RESHARD} (if not given, several are tried)",
+        help=f"{_RESHARD} (without this option: try several)",
     )
     parser.add_argument(
-        "--prefetch", type=parse_number, metavar="N", help="units gathered ahead (default: tried)"
+        "--prefetch", type=parse_number, metavar="N", help="units gathered ahead (default: try)"
     )
     parser.add_argument(
         "--expert-ranks",
         type=partial(list_of, parse_number),
         metavar="LIST",
-        help=f"{_EXPERTS}, to choose from (default: three are tried)",
+        help=f"{_EXPERTS}; several to choose from (default: try three)",
     )
     parser.add_argument(
         "--tensor-ranks",
         type=partial(list_of, parse_number),
         default=[1],
         metavar="LIST",
-        help="consecutive ranks that share operators, to choose from (default: 1)",
+        help="number of consecutive tensor-parallel ranks; several to choose from (default: 1)",
     )
     _add_parallelize(parser)
     parser.add_argument(
@@ -103,63 +103,62 @@ def add_plan(groups: Any) -> None:
         type=partial(list_of, parse_number),
         default=[1],
         metavar="LIST",
-        help=f"{_CONTEXT}, to choose from (default: 1)",
+        help=f"{_CONTEXT}; several to choose from (default: 1)",
     )
     _add_split_stages(parser)
     for name, parse, told in (
-        ("--pipeline-ranks", parse_number, "ranks with other stages, to choose from"),
-        ("--schedule", str, "of pipelines, to choose from"),
-        ("--stages-per-rank", parse_number, "of looped schedules, to choose from"),
+        ("--pipeline-ranks", parse_number, "number of pipeline-parallel ranks"),
+        ("--schedule", str, "pipeline schedules"),
+        ("--stages-per-rank", parse_number, "stages per rank of looped schedules"),
     ):
         parser.add_argument(
             name,
             type=partial(list_of, parse),
             metavar="LIST",
-            help=f"{told} (default: with --split-stages, several are tried)",
+            help=f"{told}; several to choose from (default: try several with --split-stages)",
         )
     parser.add_argument(
         "--max-samples",
         type=parse_number,
         metavar="N",
-        help="samples of a step of all ranks; with more tensor, context or pipeline ranks it has "
-        "fewer (default: no limit)",
+        help="limit on the samples of a step over all ranks (default: none)",
     )
     parser.add_argument(
         "--checkpointing",
         choices=CHECKPOINTING,
         action="append",
-        help="activation checkpointing to consider (repeat for several; default: all)",
+        help="activation checkpointing to try (repeat for several; default: all)",
     )
     parser.add_argument(
         "--accumulation",
         choices=ACCUMULATION,
         action="append",
-        help="how to sum gradients of micro-batches: as of fsdp2 estimate (repeat for several; "
+        help="how to sum gradients of micro-batches, as for fsdp2 estimate (repeat for several; "
         "default: unsharded and sharded)",
     )
     _add_step(parser)
-    parser.add_argument("--picture", metavar="FILE", help="write the step as a picture: plan.png")
+    parser.add_argument("--picture", metavar="FILE", help="draw the step to a file: plan.png")
     add_output(parser)
     parser.set_defaults(run=run_plan)
 
 
 def add_predict(groups: Any) -> None:
-    about = "predict the time and memory of a step in one configuration, or in several"
+    about = "predict the time and memory of a step for one or more configurations"
     parser = groups.add_parser(
         "predict",
         help=about,
-        description=f"{about[0].upper()}{about[1:]}: options that take a LIST (8,64,512) make a "
-        "table of all combinations",
+        description=f"{about[0].upper()}{about[1:]}. With LIST options (8,64,512), all "
+        "combinations are predicted and printed as a table.",
     )
     add_configurations(parser)
     _add_hardware(parser)
-    parser.add_argument("--picture", metavar="FILE", help="write the step as a picture: step.png")
+    parser.add_argument("--picture", metavar="FILE", help="draw the step to a file: step.png")
     add_output(parser)
     parser.set_defaults(run=run_predict)
 
 
 def add_configurations(parser: argparse.ArgumentParser) -> None:
-    """The model, and what may be a list of choices."""
+    """Add the model and the options that take lists."""
     add_model_name(parser)
     parser.add_argument(
         "--world-size",
@@ -179,31 +178,36 @@ def add_configurations(parser: argparse.ArgumentParser) -> None:
             "--tensor-ranks",
             parse_number,
             [1],
-            "consecutive ranks that share operators (default: 1)",
+            "number of consecutive tensor-parallel ranks (default: 1)",
         ),
         ("--context-ranks", parse_number, [1], f"{_CONTEXT} (default: 1)"),
-        ("--pipeline-ranks", parse_number, [1], "ranks with other stages (default: 1)"),
+        ("--pipeline-ranks", parse_number, [1], "number of pipeline-parallel ranks (default: 1)"),
         (
             "--schedule",
             str,
             ["1F1B"],
             "1F1B, GPipe, Interleaved1F1B, LoopedBFS, ZBVZeroBubble, ...",
         ),
-        ("--stages-per-rank", parse_number, [1], "of schedules with several (default: 1)"),
-        ("--samples", parse_number, [None], "of a micro-batch of a rank (default: the input's)"),
-        ("--context", parse_number, [None], "length of sequences (default: the input's)"),
+        ("--stages-per-rank", parse_number, [1], "stages per rank of a schedule (default: 1)"),
+        (
+            "--samples",
+            parse_number,
+            [None],
+            "samples per micro-batch of a rank (default: the input's)",
+        ),
+        ("--context", parse_number, [None], "sequence length (default: the input's)"),
     ):
         parser.add_argument(
             name, type=partial(list_of, parse), default=default, metavar="LIST", help=told
         )
-    parser.add_argument("--wrap", default="auto", metavar="POLICY", help="as of fsdp2 estimate")
+    parser.add_argument("--wrap", default="auto", metavar="POLICY", help="as for fsdp2 estimate")
     _add_parallelize(parser)
     _add_split_stages(parser)
     parser.add_argument(
         "--accumulation",
         choices=ACCUMULATION,
         default="unsharded",
-        help="how gradients of micro-batches are summed: as of fsdp2 estimate",
+        help="how to sum gradients of micro-batches, as for fsdp2 estimate",
     )
     _add_step(parser)
 
@@ -212,7 +216,8 @@ def _add_parallelize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--parallelize",
         metavar="FUNCTION",
-        help="function of the model and a mesh that makes it tensor-parallel, named like MODEL",
+        help="function, named like MODEL, that makes the model tensor-parallel; called with the "
+        "model and a mesh",
     )
 
 
@@ -220,7 +225,8 @@ def _add_split_stages(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--split-stages",
         metavar="FUNCTION",
-        help="function of the model and a number of stages that returns these, named like MODEL",
+        help="function, named like MODEL, that returns the stages of a pipeline; called with the "
+        "model and their number",
     )
 
 
@@ -229,20 +235,20 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
         "--hardware",
         required=True,
         metavar="NAME",
-        help='h100, a100-80, ... or a file: ours.json with {"base": "h100", "speeds": [1, 0.5]}',
+        help='h100, a100-80, ... or a JSON file such as {"base": "h100", "speeds": [1, 0.5]}',
     )
     parser.add_argument(
         "--speeds",
         type=parse_speeds,
         metavar="LIST",
-        help="of each node or rank, where they differ, as fsdp2 doctor prints them: 1,1,0.5,1 or "
-        "1x62,0.5x2 (62 nodes, then two of half the speed)",
+        help="speed of each node or rank, if they differ, as fsdp2 doctor prints them: 1,1,0.5,1 "
+        "or 1x62,0.5x2 (62 nodes, then two of half the speed)",
     )
     add_precision(parser)
 
 
 def add_precision(parser: argparse.ArgumentParser) -> None:
-    """What a GPU may use, and the dtypes of computation and of the wire."""
+    """Add the memory budget and the dtypes of computation and of collectives."""
     parser.add_argument(
         "--memory",
         type=parse_bytes,
@@ -254,7 +260,7 @@ def add_precision(parser: argparse.ArgumentParser) -> None:
     add_wire(parser)
 
 
-_RESHARD = "parameters after forward: default, true, false, or ranks that keep them together"
+_RESHARD = "reshard parameters after forward: default, true, false, or a number of ranks"
 
 
 def parse_reshard(text: str) -> bool | int | None:
@@ -278,7 +284,7 @@ def _one_of(known: Sequence[str], text: str) -> str:
 
 
 def parse_speeds(text: str) -> list[float]:
-    """``1x2,0.5`` is two of speed 1 and one of half of that."""
+    """Parse a list of speeds: ``1x2,0.5`` is [1, 1, 0.5]."""
     speeds: list[float] = []
     for part in text.split(","):
         speed, times, number = part.partition("x")
@@ -306,8 +312,8 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--loss",
         metavar="FUNCTION",
-        help="function of the model's output (default: its .loss, the output itself if it is one "
-        "number, or its sum)",
+        help="function that computes the loss from the model's output (default: its .loss, the "
+        "output itself if it is one number, or its sum)",
     )
     parser.add_argument(
         "--micro-batches",
@@ -320,67 +326,68 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
         "--optimizer",
         choices=("adamw", "sgd", "momentum", "none"),
         default="adamw",
-        help="optimizer whose state is counted (default: adamw)",
+        help="optimizer whose state and step are counted (default: adamw)",
     )
     parser.add_argument(
         "--max-gathered",
         type=parse_bytes,
         metavar="SIZE",
-        help="limit on gathered parameters, as set_max_gathered_bytes sets it: 2GiB, ... "
+        help="limit on gathered parameters, as of set_max_gathered_bytes: 2GiB, ... "
         "(default: none)",
     )
     parser.add_argument(
         "--max-saved",
         type=parse_bytes,
         metavar="SIZE",
-        help="activations that offload_activations leaves on the device: 4GiB, ... (default: all)",
+        help="activations that offload_activations keeps on the device: 4GiB, ... (default: all)",
     )
     parser.add_argument(
         "--max-state",
         type=_bytes_or_0,
         metavar="SIZE",
-        help="optimizer state that offload_optimizer leaves on the device: 0, 2GiB, ... "
+        help="optimizer state that offload_optimizer keeps on the device: 0, 2GiB, ... "
         "(default: all)",
     )
     parser.add_argument(
         "--state-in",
         choices=("cpu", "files"),
         default="cpu",
-        help="where the rest of it is: host memory (the default) or files",
+        help="where to keep the rest of the state: host memory (the default) or files",
     )
     parser.add_argument(
         "--offload",
         action="store_true",
-        help="parameters, gradients and optimizer state in host memory (CPUOffloadPolicy)",
+        help="keep parameters, gradients and optimizer state in host memory (CPUOffloadPolicy)",
     )
     parser.add_argument(
         "--max-device",
         type=parse_bytes,
         metavar="SIZE",
-        help="of these, what shard_model(max_device_bytes=...) leaves on the device (default: 0)",
+        help="with --offload, what to keep on the device, as of shard_model(max_device_bytes=...) "
+        "(default: 0)",
     )
     parser.add_argument(
         "--attention",
         choices=("auto", "flash", "efficient", "cudnn", "math"),
         default="auto",
-        help="kernel of scaled_dot_product_attention on a GPU (default: auto, as CUDA chooses)",
+        help="kernel of scaled_dot_product_attention on a GPU (default: auto, torch's choice)",
     )
     parser.add_argument(
         "--experts",
         metavar="MODULES",
-        help="modules that shard_experts gets: layers.*.experts or class:Experts (default: none)",
+        help="modules to pass to shard_experts: layers.*.experts or class:Experts (default: none)",
     )
     parser.add_argument(
         "--compiled",
         action="store_true",
-        help="torch.compile makes one graph of each block: fused kernels, and less is saved",
+        help="compile each block as one graph: fused kernels, and fewer saved activations",
     )
     parser.add_argument(
         "--unknown-costs",
         choices=("error", "list"),
         default="error",
-        help="operators whose FLOPs nobody has said and that matter: an error (the default), or go "
-        "on without their FLOPs",
+        help="what to do about costly operators of unknown FLOPs: raise an error (the default), or "
+        "list them and count no FLOPs",
     )
 
 
@@ -494,7 +501,7 @@ def run_predict(args: argparse.Namespace) -> int:
     return answer(args, make, draw if args.picture else None)
 
 
-# The fields that take a list, with their options.
+# The fields that take a list, with the names of their options.
 _OF_SHARDING = {"strategy": "strategy", "reshard_after_forward": "reshard", "prefetch": "prefetch"}
 _OF_WORKLOAD = {
     "samples": "samples",
@@ -577,7 +584,7 @@ def run_plan(args: argparse.Namespace) -> int:
 
 
 def draw(args: argparse.Namespace, made: Any) -> int:
-    """Write the picture of a plan that has been printed: nothing of it is lost by an error here."""
+    """Draw a plan that has already been printed, so that an error here loses nothing."""
     try:
         made.picture(args.picture)
     except (ImportError, OSError, ValueError) as error:  # ValueError: a name that is no picture's
@@ -593,7 +600,7 @@ def answer(
     make: Callable[[], Any],
     then: Callable[[argparse.Namespace, Any], int] | None = None,
 ) -> int:
-    """Print what ``make`` returns, or why it fails; then call ``then`` with it.
+    """Print the result of ``make``, or why it fails; then call ``then`` with the result.
 
     Returns:
         The exit status.

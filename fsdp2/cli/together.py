@@ -1,4 +1,4 @@
-"""The ranks of a job fail together: one that fails tells the others why, and they end, too."""
+"""Ranks of a job fail together: a rank that fails sends the others the cause, and they end too."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _FAREWELL_S = 5.0  # how long one that fails waits at most until the others have
 def run_together(work: Callable[[], int]) -> int:
     """Run ``work`` on all ranks of the default process group; if one fails, all do.
 
-    A rank that waits in a collective cannot be interrupted: a thread of it looks into the group's
-    store, prints why another one has failed, and ends the process.
+    A rank that waits in a collective cannot be interrupted. A thread on each rank therefore watches
+    the group's store. If another rank fails, the thread prints the cause and ends the process.
 
     Returns:
-        What ``work`` returns; 2 on a rank on which it raises.
+        The result of ``work``; 2 on a rank on which it raises.
     """
     import torch.distributed as dist
 
-    # With a connection of its own: the other one is busy for as long as the main thread waits.
+    # A separate connection: the other one is busy for as long as the main thread waits.
     store: Any = dist.distributed_c10d._get_default_store().clone()
     ended = threading.Event()
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -48,7 +48,7 @@ def run_together(work: Callable[[], int]) -> int:
 
 
 def _told(store: Any, error: Exception, rank: int, num_ranks: int) -> str:
-    """Tell the others; returns the cause: this error, or the one that was told before."""
+    """Send the cause to the others; returns it, or the cause that another rank sent first."""
     cause = f"rank {rank} on {socket.gethostname()}: {one_line(error) or type(error).__name__}"
     try:
         if store.add(_FIRST, 1) > 1:
@@ -61,7 +61,7 @@ def _told(store: Any, error: Exception, rank: int, num_ranks: int) -> str:
 
 
 def _heard(store: Any, rank: int, num_ranks: int) -> str:
-    """The cause that another rank told."""
+    """The cause that another rank sent."""
     cause = store.get(_CAUSE).decode()
     store.add(_HEARD, 1)
     if rank == 0:  # whose process may serve the store
@@ -70,14 +70,14 @@ def _heard(store: Any, rank: int, num_ranks: int) -> str:
 
 
 def _wait_for_others(store: Any, num_ranks: int) -> None:
-    """Until all but the one that failed have heard it."""
+    """Wait until all other ranks have read the cause."""
     until = time.monotonic() + _FAREWELL_S
     while store.add(_HEARD, 0) < num_ranks - 1 and time.monotonic() < until:
         time.sleep(_LOOK_S / 4)
 
 
 def _watch(store: Any, ended: threading.Event, rank: int, num_ranks: int) -> bool:
-    """Whether to watch on."""
+    """Look once; returns whether to keep watching."""
     if ended.wait(_LOOK_S):
         return False
     try:
@@ -85,7 +85,7 @@ def _watch(store: Any, ended: threading.Event, rank: int, num_ranks: int) -> boo
             return True
         cause = _heard(store, rank, num_ranks)
     except RuntimeError:
-        cause = "the process that serves the job's store has ended: its output says why"
+        cause = "the process that serves the job's store has ended: see its output for the cause"
     try:
         fail(cause)
         sys.stderr.flush()

@@ -76,7 +76,7 @@ def wrapper_prefix(states: Collection[str], wanted: Iterable[str]) -> list[str]:
     for prefix, wrapper in _WRAPPER_PREFIXES:
         if first is not None and prefix + first in states:
             return [
-                f"The keys begin with '{prefix}', as those of a model inside {wrapper} do: call "
+                f"The keys begin with '{prefix}', as keys of a model inside {wrapper} do: call "
                 "torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, "
                 f"'{prefix}') before loading. "
             ]

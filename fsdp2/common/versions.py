@@ -12,7 +12,7 @@ import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
-__version__ = "0.1.0"
+__version__ = "0.1.0.dev0"
 
 # (major, minor). CI runs the tests on the newest, and a part of them on 2.13.
 OLDEST_TORCH = (2, 11)

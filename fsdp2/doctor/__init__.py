@@ -1,1 +1,1 @@
-"""``fsdp2 doctor``: what is wrong with the machines of a job, found before the job runs."""
+"""``fsdp2 doctor``: finds problems of a job's machines before the job runs."""

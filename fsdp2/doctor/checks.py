@@ -1,4 +1,4 @@
-"""What is wrong with what the ranks tell. Pure: from facts to findings."""
+"""Checks of the facts that the ranks report. Pure functions from facts to findings."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ FEW_SHM_BYTES = 64 << 20  # per rank; NCCL takes about 10 MB for each channel an
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong.
+    """One problem.
 
     Attributes:
-        level: "error": training will not run, or not right. "warning": it may be slow, or stop
-            later.
-        about: a word: "versions", "link".
-        text: what was found, and on which ranks.
+        level: "error": training will fail or compute wrong results. "warning": it may be slow, or
+            stop later.
+        about: the subject in one word: "versions", "link".
+        text: the problem, and the ranks that have it.
         advice: what to do.
     """
 
@@ -44,8 +44,8 @@ class FolderFacts:
     Attributes:
         error: "" or why the rank could not write there.
         seen: ranks whose files it sees.
-        free_bytes: what is free there.
-        bytes_per_s: of writing a file and waiting until it is on the disk.
+        free_bytes: free space in bytes.
+        bytes_per_s: rate of writing a file, until it is on the disk.
     """
 
     error: str
@@ -61,13 +61,13 @@ def check(
     need_bytes: int = 0,
     flops: Mapping[int, float] | None = None,
 ) -> list[Finding]:
-    """All that is wrong, errors first.
+    """Returns all problems, errors first.
 
     Args:
         facts: of every rank that answered.
-        links: those that were measured.
-        folders: by rank, if there is a folder to be checked.
-        need_bytes: that have to be free in it.
+        links: the links that were measured.
+        folders: by rank, if a folder is checked.
+        need_bytes: bytes that must be free in it.
         flops: FLOP/s that each rank reached, by rank.
     """
     found: list[Finding] = []
@@ -80,13 +80,13 @@ def check(
 
 
 def by_value(facts: Iterable[Facts], value: Callable[[Facts], str]) -> str:
-    """What ranks have: "2.15.0 on ranks 0, 1, 2.13.0 on rank 2"; "" if all have the same."""
+    """The values of ranks: "2.15.0 on ranks 0, 1, 2.13.0 on rank 2"; "" if all are equal."""
     ranks: dict[str, list[int]] = {}
     for each in facts:
         ranks.setdefault(value(each) or "none", []).append(each.rank)
     if len(ranks) < 2:
         return ""
-    # The most frequent first: what is rare is what is wrong.
+    # The most frequent first: the rare ones are probably wrong.
     ordered = sorted(ranks.items(), key=lambda item: -len(item[1]))
     return ", ".join(f"{what} on {name_ranks(of)}" for what, of in ordered)
 
@@ -128,7 +128,7 @@ def _devices(facts: Sequence[Facts]) -> list[Finding]:
         found.append(Finding(ERROR, "devices", text, advice))
     kinds = by_value(facts, lambda f: f.device or "the CPU")
     if kinds and any(not f.num_devices for f in facts):
-        advice = "Where the driver is missing, nvidia-smi says so; take those hosts out of the job"
+        advice = "nvidia-smi fails where the driver is missing; take those hosts out of the job"
         found.append(Finding(ERROR, "devices", f"Ranks compute on {kinds}", advice))
     elif kinds and not short:
         advice = "The slowest device decides the time of every step"
@@ -149,7 +149,7 @@ def _devices(facts: Sequence[Facts]) -> list[Finding]:
                 f"The device of rank {each.rank} on {each.host} has {show_bytes(each.device_used)} "
                 f"of {show_bytes(each.device_bytes)} in use"
             )
-            advice = "Find who uses it with nvidia-smi: often the processes of a job that died"
+            advice = "Find the processes that use it with nvidia-smi: a dead job may have left some"
             found.append(Finding(WARNING, "devices", text, advice))
     return found
 
@@ -159,14 +159,14 @@ def _addresses(facts: Sequence[Facts]) -> list[Finding]:
     several = len({f.on for f in facts}) > 1
     nowhere = [f for f in facts if not f.address]
     if nowhere:
-        text = f"The host names of {name_ranks(f.rank for f in nowhere)} mean no address"
+        text = f"The host names of {name_ranks(f.rank for f in nowhere)} cannot be resolved"
         advice = "Add the host name to /etc/hosts or the name server, or export GLOO_SOCKET_IFNAME"
         found.append(Finding(ERROR if several else WARNING, "address", text, advice))
     alone = [f for f in facts if f.address and ipaddress.ip_address(f.address).is_loopback]
     if several and alone:
         text = (
-            f"{name_ranks(f.rank for f in alone)} would tell the others {alone[0].address}, which "
-            "no other host can reach"
+            f"{name_ranks(f.rank for f in alone)} would give other hosts the address "
+            f"{alone[0].address}, which they cannot reach"
         )
         advice = (
             "Export GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) with the interface that the hosts "
@@ -184,7 +184,7 @@ def _hosts(facts: Sequence[Facts]) -> list[Finding]:
     counts = {on: sum(f.on == on for f in facts) for on in first}
     if len(set(counts.values())) > 1:
         parts = ", ".join(f"{first[on].host}: {count}" for on, count in counts.items())
-        advice = "Meshes of hosts times ranks need as many on each; one host may have lost devices"
+        advice = "A mesh over hosts needs equally many ranks on each; a host may have lost devices"
         found.append(Finding(WARNING, "hosts", f"Ranks per host differ: {parts}", advice))
     for on, count in counts.items():
         each = first[on]
@@ -200,7 +200,7 @@ def _hosts(facts: Sequence[Facts]) -> list[Finding]:
                 f"{each.host} has {show_bytes(each.memory_free)} of "
                 f"{show_bytes(each.memory_bytes)} host memory left"
             )
-            advice = "Stop what else runs there; loading and staging of checkpoints need memory"
+            advice = "Stop other processes there; loading and staging of checkpoints need memory"
             found.append(Finding(WARNING, "memory", text, advice))
         if each.num_devices and each.shm_bytes < count * FEW_SHM_BYTES:
             text = f"/dev/shm on {each.host} has {show_bytes(each.shm_bytes)} for {count} ranks"
@@ -215,11 +215,11 @@ def _limits(facts: Sequence[Facts]) -> list[Finding]:
         # A socket to every rank in each of a few groups, and what else a process opens.
         wanted = 256 + 4 * each.world_size
         if 0 <= each.open_files < wanted:
-            text = f"Processes on {each.host} may open {each.open_files} files, sockets included"
+            text = f"Processes on {each.host} may open {each.open_files} files and sockets"
             found.append(Finding(ERROR, "limits", text, f"ulimit -n {2 * wanted}"))
         if each.nccl and 0 <= each.locked_bytes < 1 << 30:
             text = f"Processes on {each.host} may lock {show_bytes(each.locked_bytes)} of memory"
-            advice = "ulimit -l unlimited: InfiniBand and RoCE lock what they send"
+            advice = "ulimit -l unlimited: InfiniBand and RoCE lock the memory that they send"
             found.append(Finding(WARNING, "limits", text, advice))
     return found
 
@@ -237,7 +237,7 @@ def _links(facts: Sequence[Facts], links: Sequence[MeasuredLink]) -> list[Findin
         advice = "Start chrony or ntpd on all hosts; logs and time limits cannot be compared"
         found.append(Finding(WARNING, "clock", text, advice))
     if len(links) < 3:
-        return found  # which of two is the slow one cannot be told
+        return found  # with two, no one can tell which is the slow one
     usual = statistics.median(link.bytes_per_s for link in links)
     ping = statistics.median(link.latency_s for link in links)
     for link in links:
@@ -253,7 +253,7 @@ def _links(facts: Sequence[Facts], links: Sequence[MeasuredLink]) -> list[Findin
                 f"A message between {named(link)} takes {show_seconds(link.latency_s)}; the median "
                 f"is {show_seconds(ping)}"
             )
-            advice = "Look for a longer route, or for what else runs on these hosts"
+            advice = "Look for a longer route, or for other processes on these hosts"
             found.append(Finding(WARNING, "link", text, advice))
     return found
 
@@ -268,8 +268,8 @@ def _speeds(facts: Sequence[Facts], flops: Mapping[int, float]) -> list[Finding]
             "speed",
             f"{hosts[on][0].host} ({name_ranks(each.rank for each in hosts[on])}) multiplies "
             f"matrices at {speed:.2f} of the speed of the fastest host; every step waits for it",
-            "Look for what else runs there, for heat and for limits of power (nvidia-smi -q -d "
-            "PERFORMANCE). If it has to stay, fsdp2 plan divides the batch by speed: "
+            "Look for other processes, heat and power limits there (nvidia-smi -q -d "
+            "PERFORMANCE). If the host has to stay, fsdp2 plan divides the batch by speed: "
             f"--speeds {option}",
         )
         for speed, on in slow[:5]
@@ -296,6 +296,6 @@ def _folders(
         found.append(Finding(ERROR, "folder", text, advice))
     least = min((folders[rank].free_bytes for rank in wrote), default=need_bytes)
     if least < need_bytes:
-        text = f"{show_bytes(least)} are free there, and {show_bytes(need_bytes)} were asked for"
-        found.append(Finding(ERROR, "folder", text, "Delete old checkpoints, or take another one"))
+        text = f"{show_bytes(least)} are free there, but {show_bytes(need_bytes)} are needed"
+        found.append(Finding(ERROR, "folder", text, "Delete old checkpoints, or use another disk"))
     return found

@@ -1,4 +1,4 @@
-"""The examination of a job: facts, communicators, links, a folder; then what is wrong."""
+"""The examination of a job: facts, communicators, links, a folder, and then the problems."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ADVICE = {
     "arrival": "Look at the launcher's log on their hosts: the process was not started, it died, "
     "or it cannot reach MASTER_ADDR",
     "communicators": "The hosts reach the store, but not each other: look at the address column, "
-    "at firewalls between the hosts (communicators use ports of their own), and at "
+    "at firewalls between the hosts (communicators use other ports), and at "
     "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
     "speed": "A device or a library hangs there: look at the hosts' system logs",
     "links": "The connection stopped in the middle of messages: look at MTU, cables and the hosts' "
@@ -43,9 +43,9 @@ class Communicator:
     """A process group over all ranks.
 
     Attributes:
-        setup_s: until its first collective was done.
-        latency_s: of an all-reduce of eight bytes.
-        bytes_per_s: that each rank receives in an all-gather.
+        setup_s: seconds from its creation to the end of its first collective.
+        latency_s: seconds of an all-reduce of eight bytes.
+        bytes_per_s: rate at which each rank receives in an all-gather.
     """
 
     backend: str
@@ -56,7 +56,7 @@ class Communicator:
 
 @dataclass
 class Examination:
-    """What was found; on ranks other than 0 without what the others told."""
+    """What was found; ranks other than 0 lack the reports of other ranks."""
 
     world_size: int
     facts: list[Facts] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Examination:
 
     @property
     def code(self) -> int:
-        """1 if anything is an error, else 0."""
+        """1 if there are errors, else 0."""
         return int(any(finding.level == ERROR for finding in self.findings))
 
     def to_dict(self) -> dict[str, Any]:
@@ -78,12 +78,12 @@ class Examination:
 def examine(
     meeting: Meeting, *, folder: Path | None, need_bytes: int, message_bytes: int
 ) -> Examination:
-    """Examine the job that this process is a rank of; all ranks have to call it.
+    """Examine this process's job; all ranks must call it.
 
     Args:
-        folder: where checkpoints are to go; None: not looked at.
-        need_bytes: that have to be free there.
-        message_bytes: of the messages that measure bandwidth.
+        folder: the folder for checkpoints; None: not examined.
+        need_bytes: bytes that must be free there.
+        message_bytes: size of the messages that measure bandwidth.
     """
     found = Examination(meeting.world_size)
     try:
@@ -134,7 +134,7 @@ def _findings_of(error: PhaseError, facts: list[Facts]) -> list[Finding]:
     if error.missing:
         hosts = sorted({where[rank] for rank in error.missing if rank in where})
         on = f" (on {', '.join(hosts[:8])})" if hosts else ""
-        text = f"Nothing was heard of {name_ranks(error.missing)}{on} in time"
+        text = f"No answer from {name_ranks(error.missing)}{on} in time"
         found.append(Finding(ERROR, error.name, text, advice))
     by_message: dict[str, list[int]] = {}
     for rank, message in error.failed.items():
@@ -145,9 +145,9 @@ def _findings_of(error: PhaseError, facts: list[Facts]) -> list[Finding]:
 
 
 def _leaders(meeting: Meeting, facts: list[Facts]) -> list[int]:
-    """The first rank of each host; of a single host all ranks.
+    """The first rank of each host; all ranks if there is only one host.
 
-    Rank 0 knows all facts, the others read what it found.
+    Rank 0 has all facts; the other ranks read its result.
     """
     if meeting.rank == 0:
         first: dict[str, int] = {}
@@ -164,7 +164,7 @@ def _leaders(meeting: Meeting, facts: list[Facts]) -> list[int]:
 def _communicate(
     meeting: Meeting, found: Examination, leaders: list[int], message_bytes: int
 ) -> bool:
-    """Make communicators and measure links; whether all ranks came through."""
+    """Make communicators and measure links; returns whether all ranks succeeded."""
     assert meeting.store is not None
     store = dist.PrefixStore("groups", meeting.store)
     cuda = torch.cuda.is_available()
@@ -232,7 +232,7 @@ def _communicator(device: str, start: float, message_bytes: int) -> Communicator
 
 
 def _look_at_folder(meeting: Meeting, found: Examination, folder: Path) -> None:
-    # Below a name of this examination, so that files of an earlier one do not count.
+    # The folder's name is unique, so that files of an earlier examination do not count.
     token = f".fsdp2-doctor-{os.environ.get('TORCHELASTIC_RUN_ID', '')}-{_token(meeting)}"
     own = folder / token
     try:
@@ -262,7 +262,7 @@ def _token(meeting: Meeting) -> str:
 
 def _write(folder: Path, rank: int) -> FolderFacts:
     try:
-        folder.mkdir(exist_ok=True)  # not its parents: a missing mount is to be found out
+        folder.mkdir(exist_ok=True)  # not its parents: a missing mount must be an error
         start = time.perf_counter()
         with open(folder / str(rank), "wb") as file:
             file.write(bytes(_FILE_BYTES))
@@ -276,7 +276,7 @@ def _write(folder: Path, rank: int) -> FolderFacts:
 
 def _seen(folder: Path) -> list[int]:
     with suppress(OSError):
-        # NFS shows what other hosts made after a while; listing the parent makes it look again.
+        # NFS shows files of other hosts after a while; listing the parent makes it look again.
         os.listdir(folder.parent)
         return sorted(int(name) for name in os.listdir(folder) if name.isdecimal())
     return []

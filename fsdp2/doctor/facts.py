@@ -1,4 +1,4 @@
-"""What a rank can tell of itself and its host, without asking any other rank."""
+"""What a rank can find out about itself and its host, without asking another rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..common.versions import __version__
 
 # Settings that change what ranks send to each other, or how.
 _SHARED_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "FSDP2_", "RCCL_", "UCX_", "FI_")
-# Of these, the ones that name what differs from host to host by nature.
+# Of these, the settings that naturally differ between hosts.
 _OF_HOSTS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE")
 
 
@@ -28,15 +28,15 @@ class Facts:
     """One rank and the host that it runs on; bytes and seconds.
 
     Attributes:
-        host: the name of the host; ``boot`` tells hosts of one name apart.
-        address: where other ranks will find this one, as far as gloo decides it: the address of
-            ``GLOO_SOCKET_IFNAME``, or what the host name means; "" if that cannot be resolved.
-        device, device_id: name of the rank's accelerator, "" on the CPU; what tells it from others.
+        host: the name of the host; ``boot`` distinguishes hosts of the same name.
+        address: the address that gloo gives to other ranks: of ``GLOO_SOCKET_IFNAME``, or of the
+            host name; "" if the name cannot be resolved.
+        device, device_id: name of the rank's accelerator ("" on the CPU), and its identity.
         num_devices: accelerators that this rank sees.
-        device_used, device_bytes: memory of it in use (by anyone) and in all.
-        threads: of torch, for one operator.
+        device_used, device_bytes: memory of it in use (by any process), and in total.
+        threads: torch's threads for one operator.
         open_files, locked_bytes: limits of the process; -1: none.
-        shm_bytes: what is free in ``/dev/shm``, through which ranks of a host share memory.
+        shm_bytes: free space in ``/dev/shm``, through which ranks of a host share memory.
         settings: environment variables that must be the same on all ranks.
     """
 
@@ -70,7 +70,7 @@ class Facts:
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Facts:
-        """From what a rank wrote, perhaps one with another version of this class."""
+        """Read the output of `to_dict`, perhaps of another version of this class."""
         nothing = {"int": 0, "str": "", "dict[str, str]": {}}
         values = {f.name: found.get(f.name, nothing[str(f.type)]) for f in fields(cls)}
         return cls(**values)
@@ -118,7 +118,7 @@ def facts_of(rank: int, world_size: int, local_rank: int) -> Facts:
 
 
 def _boot() -> str:
-    """What differs between hosts of the same name: containers, or clones of one image."""
+    """An identity that differs between hosts of the same name: containers, or cloned images."""
     identity = boot_id()[:8]
     # Containers of one machine share its boot. What they do not share is a network.
     with suppress(OSError):

@@ -20,8 +20,8 @@ class MeasuredLink:
 
     Attributes:
         latency_s: half of the median round trip of eight bytes.
-        bytes_per_s: of the slower direction.
-        clock_s: what the clock of ``to`` is ahead of that of ``rank``.
+        bytes_per_s: bandwidth of the slower direction.
+        clock_s: seconds by which the clock of ``to`` is ahead of the clock of ``rank``.
     """
 
     rank: int
@@ -54,10 +54,10 @@ def rounds(members: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 
 def measure(rank: int, partner: int, num_bytes: int) -> MeasuredLink:
-    """Measure the link to ``partner``, which calls this with the two swapped.
+    """Measure the link to ``partner``, which calls this with the ranks swapped.
 
     Args:
-        num_bytes: of the message whose time gives the bandwidth.
+        num_bytes: size of the message whose time gives the bandwidth.
     """
     first = rank < partner
     ping = torch.zeros(8, dtype=torch.uint8)
@@ -71,7 +71,7 @@ def measure(rank: int, partner: int, num_bytes: int) -> MeasuredLink:
             dist.recv(ping, partner, tag=_PING)
             dist.send(ping, partner, tag=_PING)
         trips.append(time.perf_counter() - start)
-    # One way after the other: both at once would share what the link has, where it is not duplex.
+    # One direction after the other: on a link that is not duplex, they would share the bandwidth.
     data = torch.zeros(num_bytes, dtype=torch.uint8)
     rates = []
     for sends in (first, not first):

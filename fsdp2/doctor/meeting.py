@@ -1,8 +1,8 @@
-"""The ranks meet in a key-value store, phase by phase, so that one that hangs can be named.
+"""The ranks meet in a key-value store, phase by phase, so that a hanging rank can be named.
 
-Each phase is run by all ranks; each writes how it went, rank 0 reads it and decides whether the
-next one begins. Only the store is needed for that: it works where the phase, say the making of
-a communicator, hangs or fails.
+All ranks run each phase and write its outcome. Rank 0 reads the outcomes and decides whether the
+next phase begins. This needs only the store, so it works even if the phase (for example, the
+creation of a communicator) hangs or fails.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from typing import Any
 
 import torch.distributed as dist
 
-# How much longer than for a phase itself its end is waited for, at most.
+# How long to wait for the end of a phase, at most, in addition to the phase's own timeout.
 MAX_GRACE_S = 5.0
-# How often rank 0 lets in who has knocked, while it waits.
+# How often rank 0 answers ranks that have knocked, while it waits.
 _ANSWER_S = 0.1
 
 
 class NoMeetingError(RuntimeError):
-    """This rank cannot reach the others at all. The message says what to do."""
+    """This rank cannot reach any other. The message states what to do."""
 
 
 class Meeting:
-    """The ranks of a job, as the launcher's environment names them.
+    """The ranks of a job, from the launcher's environment variables.
 
     Attributes:
         rank, world_size, local_rank: of this process.
         timeout_s: how long to wait for a rank in a phase, in seconds.
         grace_s: how much longer rank 0 waits for the end of a phase, in seconds.
-        store: keys and values that all ranks see; None in a world of one.
+        store: keys and values that all ranks see; None for a single rank.
     """
 
     def __init__(self, timeout_s: float, environment: Mapping[str, str] = os.environ) -> None:
@@ -60,7 +60,7 @@ class Meeting:
         by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         serves = self.rank == 0 and not by_agent
         try:
-            # Not waiting for workers: which of them are missing is what is to be found out.
+            # Does not wait for workers: the meeting finds out which of them are missing.
             store: dist.Store = dist.TCPStore(
                 address,
                 port,
@@ -73,18 +73,18 @@ class Meeting:
             does = "serve at" if serves else "reach"
             raise NoMeetingError(
                 f"Rank {self.rank} cannot {does} {address}:{port} (MASTER_ADDR and MASTER_PORT): "
-                f"{_first_line(error)}. Check that rank 0 is running, that the name means "
+                f"{_first_line(error)}. Check that rank 0 is running, that the name resolves to "
                 "an address of its host, and that no firewall closes the port"
             ) from error
         store = dist.PrefixStore("fsdp2/doctor", store)
         return self._join(store) if by_agent else store
 
     def _join(self, store: dist.Store) -> dist.Store:
-        """What belongs to this start of the job, of a store that also has what is left of others.
+        """This start's part of a store that may still have keys of earlier starts of the job.
 
-        Agents count restarts, but each only those of its own host, so that hosts would look for
-        each other under different names. Rank 0 counts here instead. The others learn the number
-        from an answer to a knock that no earlier start can have answered, as it is numbered too.
+        Each agent counts only the restarts of its host, so hosts could disagree on the number.
+        Rank 0 therefore counts the starts. The other ranks knock, and rank 0 answers with the
+        number. Knocks are numbered, so an earlier start cannot have answered them.
         """
         if self.rank == 0:
             self._lobby = store
@@ -95,14 +95,14 @@ class Meeting:
             store.wait([key], timedelta(seconds=self.timeout_s))
         except RuntimeError as error:  # (a DistStoreError)
             raise NoMeetingError(
-                f"Rank {self.rank} reaches the store, but rank 0 has not come there in "
+                f"Rank {self.rank} reaches the store, but rank 0 did not do so within "
                 f"{self.timeout_s:g} s. Look at the launcher's log on the host of rank 0: the "
                 "process was not started, or it died"
             ) from error
         return dist.PrefixStore(store.get(key).decode(), store)
 
     def _answer(self) -> None:
-        """As rank 0: let in who has knocked."""
+        """On rank 0: answer the ranks that have knocked."""
         if self._lobby is None:
             return
         knocks = self._lobby.add("knocks", 0)
@@ -114,18 +114,18 @@ class Meeting:
         """Run one phase on all ranks.
 
         Args:
-            work: what this rank does; the result must be writable as JSON.
+            work: this rank's part; its result must be serializable as JSON.
 
         Returns:
-            On every rank None if the phase ended the meeting. Otherwise, on rank 0 the results by
-            rank, on the others their own.
+            None on every rank if the phase ended the meeting. Otherwise the results by rank on
+            rank 0, and only its own result on any other rank.
 
         Raises:
             PhaseError: on rank 0, if ranks failed or are missing.
         """
         try:
             told = {"value": work()}
-        except Exception as error:  # whatever it is, the others have to hear of it
+        except Exception as error:  # whatever it is, the others must learn of it
             told = {"error": f"{type(error).__name__}: {_first_line(error)}"}
         if self.store is None:
             if "error" in told:
@@ -148,7 +148,7 @@ class Meeting:
         said, missing = {}, []
         for rank in range(self.world_size):
             key = f"{name}/{rank}"
-            # One after the other: who has come while another was waited for answers at once.
+            # One after the other: ranks that arrived in the meantime need no further wait.
             if self._comes(key, deadline):
                 said[rank] = json.loads(self.store.get(key))
             else:
@@ -156,7 +156,7 @@ class Meeting:
         return said, missing
 
     def _comes(self, key: str, deadline: float) -> bool:
-        """Whether a rank has written before the deadline; meanwhile others are let in."""
+        """Whether a rank has written before the deadline; answers knocks in the meantime."""
         while True:
             self._answer()
             left = max(0.01, deadline - time.monotonic())
@@ -200,17 +200,17 @@ class Meeting:
 
 
 def _first_line(error: Exception) -> str:
-    """Of its message: C++ adds a trace."""
+    """The first line of the message: C++ adds a trace."""
     return next(iter(str(error).splitlines()), "")
 
 
 class PhaseError(RuntimeError):
-    """A phase that failed, or that ranks did not come out of.
+    """A phase that failed, or that some ranks did not finish.
 
     Attributes:
         name: of the phase.
         failed: messages by rank.
-        missing: ranks of which nothing was heard.
+        missing: ranks that did not answer.
         values: results of the other ranks, by rank.
     """
 

@@ -1,4 +1,4 @@
-"""What the doctor says, as text."""
+"""The doctor's report as text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_LINKS = 10
 
 
 def report(found: Examination) -> str:
-    """Tables of hosts, communicators and links, and then what is wrong."""
+    """Tables of hosts, communicators and links, and then the problems."""
     parts = [
         _hosts(found),
         _speeds(found),

@@ -1,4 +1,4 @@
-"""How fast each rank computes, while all of them do: what a slow host costs every step."""
+"""How fast each rank computes while all of them do; a slow host delays every step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from .facts import Facts
 
-_BURSTS, _SECONDS = 7, 0.2  # the median of several: what else runs for a moment does not count
-SLOW_PART = 0.8  # of the fastest host's speed: what runs beside, or heat, takes less than that
+_BURSTS, _SECONDS = 7, 0.2  # the median of several, so that a momentary disturbance does not count
+SLOW_PART = 0.8  # of the fastest host's speed; other processes or heat usually cost less
 _WARM_UP = 3
 
 
@@ -44,7 +44,7 @@ def measure_flops(local_rank: int) -> float:
 
 
 def by_host(facts: Sequence[Facts], flops: Mapping[int, float]) -> dict[str, list[Facts]]:
-    """Ranks of which the speed is known, by host, in the order of ranks."""
+    """The ranks whose speed was measured, by host, in the order of ranks."""
     found: dict[str, list[Facts]] = {}
     for each in sorted(facts, key=lambda each: each.rank):
         if each.rank in flops:
@@ -53,7 +53,7 @@ def by_host(facts: Sequence[Facts], flops: Mapping[int, float]) -> dict[str, lis
 
 
 def host_speeds(facts: Sequence[Facts], flops: Mapping[int, float]) -> dict[str, float]:
-    """Of each host, the median of its ranks as a part of that of the fastest host."""
+    """The median speed of each host's ranks, relative to the fastest host."""
     medians = {
         on: statistics.median(flops[each.rank] for each in members)
         for on, members in by_host(facts, flops).items()
@@ -63,9 +63,9 @@ def host_speeds(facts: Sequence[Facts], flops: Mapping[int, float]) -> dict[str,
 
 
 def speeds_option(facts: Sequence[Facts], flops: Mapping[int, float]) -> str:
-    """What ``fsdp2 plan --speeds`` reads: of hosts, if ranks are numbered host by host.
+    """The value for ``fsdp2 plan --speeds``: speeds of hosts, if ranks are numbered host by host.
 
-    As in "1x2,0.5": two of full speed, one of half.
+    For example, "1x2,0.5" means two hosts of full speed and one of half the speed.
     """
     hosts = by_host(facts, flops)
     order = [each.rank for members in hosts.values() for each in members]

@@ -82,7 +82,8 @@ def get_total_norm(
         ValueError: ``pp_mesh`` has several dims.
 
     Example:
-        >>> norm = fsdp2.get_total_norm(p.grad for p in model.parameters() if p.grad is not None)
+        >>> gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        >>> norm = fsdp2.optim.get_total_norm(gradients)
     """
     _refuse_module("get_total_norm", tensors, "[p.grad for p in model.parameters()]")
     found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
@@ -152,7 +153,7 @@ def clip_grads_with_norm_(
 
     Example:
         >>> params = list(model.parameters())
-        >>> norm = fsdp2.get_total_norm(p.grad for p in params)
+        >>> norm = fsdp2.optim.get_total_norm(p.grad for p in params)
         >>> fsdp2.optim.clip_grads_with_norm_(params, max_norm=1.0, total_norm=norm)
     """
     grads = [p.grad for p in unique(parameters) if p.grad is not None]

@@ -83,7 +83,7 @@ class Comparison:
             path: a file; its suffix selects the format (``.png``, ``.svg``).
 
         Raises:
-            ImportError: without matplotlib (``pip install fsdp2[train]``).
+            ImportError: without matplotlib (``pip install fsdp2[plots]``).
         """
         _draw(self.step, self.units, Path(path))
 
@@ -123,8 +123,9 @@ def compare(predicted: Prediction | Mapping[str, Any], measured: Mapping[str, An
 
     Example:
         >>> with torch.device("meta"):
-        ...     workload = fsdp2.Workload(Model(), tokens, loss_fn=loss)
-        >>> step = fsdp2.predict(workload, fsdp2.Sharding(), fsdp2.Cluster("h100", 1))
+        ...     workload = fsdp2.planning.Workload(Model(), tokens, loss_fn=loss)
+        >>> cluster = fsdp2.planning.Cluster("h100", 1)
+        >>> step = fsdp2.predict(workload, fsdp2.planning.Sharding(), cluster)
         >>> with fsdp2.profile(model) as p:  # a sharded Model
         ...     train_step()
         >>> print(fsdp2.planning.compare(step, p.as_dict()))
@@ -349,7 +350,7 @@ def _draw(step: Sequence[Compared], units: Sequence[Compared], path: Path) -> No
     """Write three rows of bars: the step's times, the units' times, and bytes in memory.
 
     Raises:
-        ImportError: without matplotlib (``pip install fsdp2[train]``).
+        ImportError: without matplotlib (``pip install fsdp2[plots]``).
     """
     pyplot = pyplot_for_files()
     figure, axes = pyplot.subplots(3, 1, figsize=(13, 11))

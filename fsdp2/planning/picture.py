@@ -17,7 +17,7 @@ def draw(step: SimulatedStep, path: Path, *, title: str, memory_budget: int) -> 
         memory_budget: limit on memory, in bytes.
 
     Raises:
-        ImportError: without matplotlib (``pip install fsdp2[train]``).
+        ImportError: without matplotlib (``pip install fsdp2[plots]``).
     """
     bars = _bars(step)
     times, samples = _over_time(step)

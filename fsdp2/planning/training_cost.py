@@ -103,7 +103,7 @@ class TrainingCost:
         """Write days and cost over the number of GPUs as a picture.
 
         Raises:
-            ImportError: without matplotlib (``pip install fsdp2[train]``).
+            ImportError: without matplotlib (``pip install fsdp2[plots]``).
         """
         lines: dict[str, dict[int, Point]] = {}
         for offer in self.offers:  # of a number of GPUs, the cheapest comes first
@@ -335,7 +335,7 @@ def _draw(lines: Mapping[str, Sequence[Point]], path: Path, *, title: str) -> No
     """Write one line for each kind of GPU to ``path``; the suffix selects the format.
 
     Raises:
-        ImportError: without matplotlib (``pip install fsdp2[train]``).
+        ImportError: without matplotlib (``pip install fsdp2[plots]``).
     """
     pyplot = pyplot_for_files()
     figure, axes = pyplot.subplots(1, 2, figsize=(13, 5))

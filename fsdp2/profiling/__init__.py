@@ -1,4 +1,4 @@
-"""Records what the units of a model do: see `profile`."""
+"""Records the work of a model's units, step by step: see `profile`."""
 
 from .events import Recording
 from .measures import Measures, StepMeasures, Traffic, UnitMeasures

@@ -41,7 +41,7 @@ class Clock(Protocol):
         ...
 
     def host_s(self, host: float) -> float:
-        """The time of what ``host`` returned."""
+        """Convert a result of ``host`` to a time."""
         ...
 
 
@@ -51,7 +51,7 @@ class HostClock:
     stream_ordered = False
 
     def __init__(self) -> None:
-        # Marks are what the system returns: thirty per unit and step, with no Python around them.
+        # Marks come straight from the system, without a Python function: thirty per unit and step.
         self.mark: Callable[[], Mark] = perf_counter
         self.host: Callable[[], float] = perf_counter
         self._start_s = perf_counter()

@@ -1,9 +1,8 @@
-"""What a step leaves while it is recorded: bytes in one buffer, understood by `replay` afterwards.
+"""The records of a running profile: bytes in one buffer, which `replay` reads afterwards.
 
-Objects would cost more than what they record: each is allocated, counted by the garbage collector
-and kept, in memory that the process may have to touch for the first time. So nothing that is
-recorded is kept as an object. A record is a code, the number of a unit
-times `KINDS` plus a kind, and numbers; marks are numbers on both kinds of clock.
+Objects would cost more than the events that they record: each must be allocated, tracked by the
+garbage collector and kept in fresh memory. A record is therefore a code (the number of a unit times
+`KINDS` plus a kind), followed by numbers. Marks are numbers on both kinds of clock.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from .events import ALL_GATHER, ALL_REDUCE, BACKWARD, FORWARD, OPTIMIZER, RECOMP
 # Kinds of records. Compute enters or leaves a unit, with a mark.
 ENTER_FORWARD, LEAVE_FORWARD, ENTER_RECOMPUTE, LEAVE_RECOMPUTE = 0, 1, 2, 3
 ENTER_BACKWARD, LEAVE_BACKWARD, ENTER_OPTIMIZER, LEAVE_OPTIMIZER = 4, 5, 6, 7
-# Of a runtime, whose number is that of its first unit: its backward ended; it was reset.
+# Of a runtime, which has the number of its first unit: its backward ended; it was reset.
 END_BACKWARD, RESET = 8, 9
 # Moments, with a mark.
 ROOT, STEP = 10, 11
 # Memory: a sample (a mark), and what has changed since the last one; `CHANGED` is both.
 SAMPLE, PARTS, TOTAL, TAKE, RUNTIME, CHANGED = 12, 13, 14, 15, 16, 19
-# An operation and waits; `WAIT_TO_END` says when it ended, too.
+# An operation and waits; `WAIT_TO_END` has the end of the operation, too.
 WAIT, WAIT_TO_END = 17, 18
 FIRST_OPERATION = 20  # and five more: three kinds in two phases
 KINDS = 32
@@ -67,7 +66,7 @@ _FORMS = {
 
 UNKNOWN = float("nan")  # the end of an operation that nobody has waited for
 
-# Memory that is there before the first step: about 500 units' steps. It grows by itself after that.
+# Initial memory: enough for about 500 units' steps. The buffer grows if it is full.
 _FIRST_BYTES = 1 << 18
 
 # Reading the memory of the process is a call of the system, which small units would make every
@@ -77,25 +76,25 @@ RESIDENT_SHARE = 0.005
 
 
 class Log:
-    """The records of a profile, and what recording has to know of them.
+    """The records of a profile, and the state that recording needs.
 
     Args:
-        total: what `memory.total_reader` returned.
-        often: read the total for every sample; otherwise as `RESIDENT_INTERVAL_S` says, in the
-            seconds of the clock's marks.
+        total: the result of `memory.total_reader`.
+        often: read the total for every sample; otherwise at most every `RESIDENT_INTERVAL_S`, in
+            the seconds of the clock's marks.
 
     Attributes:
-        write: append bytes; ``tell``: how many there are.
+        write: appends bytes; ``tell``: their number.
         mark, host: of the clock.
-        samples: number of samples; ``noted``: whose memory the last one measured.
+        samples: number of samples; ``noted``: the unit whose memory the last one measured.
         often: as given. Without it, samples in which nothing has changed are left out.
-        next_total: the mark from which on the total is to be read again.
+        next_total: the mark from which the total must be read again.
     """
 
     def __init__(self, clock: Clock, total: Callable[[], int | None], *, often: bool) -> None:
         # Not zeros of the system, which it would provide one page at a time while steps run.
         self._buffer = BytesIO(b"\xff" * _FIRST_BYTES)
-        self._buffer.write(b"\0")  # the buffer gets memory of its own here
+        self._buffer.write(b"\0")  # the buffer gets separate memory here
         self._buffer.seek(0)
         self.write, self.tell = self._buffer.write, self._buffer.tell
         self.mark, self.host = clock.mark, clock.host
@@ -134,7 +133,7 @@ def _cost_s(read: Callable[[], Any]) -> float:
 
 
 def records(log: bytes) -> Iterator[tuple[int, int, int, tuple[Any, ...]]]:
-    """Of each record where it begins, its kind, the number of its unit and its numbers."""
+    """For each record: its position, its kind, the number of its unit, and its numbers."""
     position = 0
     while position < len(log):
         unit, kind = divmod(CODE.unpack_from(log, position)[0], KINDS)

@@ -33,9 +33,9 @@ class Traffic:
         count: number of launches.
         seconds: sum of their durations.
         nbytes: bytes of the whole gathered or reduced data, without padding.
-        sent_bytes: bytes that this rank sends; a gather receives as many.
-        exposed_s: how long compute waited for them.
-        launch_s: how long the host was busy launching them.
+        sent_bytes: bytes that this rank sends; in a gather, it receives the same number.
+        exposed_s: seconds that compute waited for them.
+        launch_s: seconds that the host spent launching them.
     """
 
     count: float = 0.0
@@ -47,7 +47,7 @@ class Traffic:
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes sent per second while they ran; None if nothing ran."""
+        """``sent_bytes`` per second of ``seconds``; None if nothing ran."""
         return self.sent_bytes / self.seconds if self.seconds > 0 else None
 
     def __add__(self, other: Traffic) -> Traffic:
@@ -60,10 +60,10 @@ class UnitMeasures:
     """One unit, per step.
 
     Attributes:
-        forward_s, backward_s, recompute_s: how long compute was in the unit, excluding units
-            inside it and waits.
+        forward_s, backward_s, recompute_s: seconds of compute in the unit, without waits and units
+            inside it.
         gather, reduce_scatter, all_reduce: its communication.
-        peak_bytes: the most memory in all samples when compute entered or left it, as in
+        peak_bytes: the memory peak, sampled when compute enters or leaves the unit, as in
             `StepMeasures`; None if unknown.
     """
 
@@ -78,12 +78,12 @@ class UnitMeasures:
 
     @property
     def reduce(self) -> Traffic:
-        """Both kinds of reductions."""
+        """Reduce-scatters and all-reduces together."""
         return self.reduce_scatter + self.all_reduce
 
     @property
     def exposed_s(self) -> float:
-        """How long compute waited for any communication of this unit."""
+        """Seconds that compute waited for communication of this unit."""
         return self.gather.exposed_s + self.reduce.exposed_s
 
 
@@ -93,11 +93,11 @@ class StepMeasures:
 
     Attributes:
         begin_s, end_s: seconds since the profile began.
-        exposed_s: how long compute waited.
-        compute_s: how long it was in units; ``optimizer_s``: in the optimizer.
+        exposed_s: seconds that compute waited for communication.
+        compute_s: seconds of compute in units; ``optimizer_s``: in the optimizer.
         peak_gathered_bytes: the peak of gathered parameters.
-        peak_bytes: the memory peak, sampled when compute enters or leaves a unit: of the device's
-            allocator, on the CPU of the process; None if unknown.
+        peak_bytes: the memory peak, sampled when compute enters or leaves a unit, of the device's
+            allocator (on the CPU, of the process); None if unknown.
     """
 
     begin_s: float
@@ -119,8 +119,8 @@ class Measures:
     """All measures of a profile, of this rank.
 
     Attributes:
-        host_timed: whether communication was timed on the host: then its seconds are upper
-            bounds, and bandwidths lower bounds.
+        host_timed: whether communication was timed on the host. Its seconds are then upper bounds,
+            and bandwidths lower bounds.
         units: the root first, then in model order; includes units that did not run.
         total: the sum over the units.
     """
@@ -138,7 +138,7 @@ class Measures:
         return sum(step.seconds for step in self.steps) / max(1, len(self.steps))
 
     def to_dict(self) -> dict[str, Any]:
-        """The measures as dicts, lists, strings and numbers; bandwidths in bytes per second."""
+        """The measures as JSON-compatible values; bandwidths are in bytes per second."""
         made = asdict(self)
         made["step_s"] = self.step_s
         for unit, as_dict in zip(
@@ -227,13 +227,13 @@ def _unit(recording: Recording, name: str, num_steps: int) -> UnitMeasures:
 
 
 def _peak_within(recording: Recording, unit: str) -> int | None:
-    """The most memory in the samples at the borders of a unit's stretches of compute."""
+    """The highest memory sample at the beginnings and ends of a unit's compute intervals."""
     times = [sample.time_s for sample in recording.memory]
     totals = []
     for each in recording.compute:
         if each.unit == unit:
             first, end = bisect_left(times, each.begin_s), bisect_right(times, each.end_s)
-            # On the CPU nothing is sampled where nothing has changed: then as it was before.
+            # On the CPU, a missing sample means that nothing has changed since the one before.
             inside = recording.memory[first:end] or recording.memory[max(0, first - 1) : first]
             totals += [sample.total for sample in inside]
     return max((total for total in totals if total is not None), default=None)

@@ -15,7 +15,7 @@ from .events import Recording
 from .measures import Measures, UnitMeasures, measure
 from .recorder import ProfileRecorder
 
-# The key by which `fsdp2.planning.compare` knows the JSON of a profile; its value is the version.
+# `fsdp2.planning.compare` recognizes the JSON of a profile by this key; its value is the version.
 MEASURED = "fsdp2_profile"
 
 # Units that are being profiled.
@@ -25,22 +25,21 @@ _profiled: WeakSet[Unit] = WeakSet()
 def profile(model: nn.Module) -> Profile:
     """Record time, bytes, bandwidth, waits and memory of a sharded model's units.
 
-    Per unit and step: how long its gathers and reductions take, how many bytes they send, how long
-    compute waited for them (exposed time), how long compute was in the unit, and the memory over
-    the step. Each rank records and reports only itself.
+    For each unit and step, the profile measures compute time, the duration and bytes of gathers and
+    reductions, how long compute waited for them (exposed time), and memory. Each rank records and
+    reports only itself.
 
-    While the profile runs, it hears what the model's runtime tells the parts of the library.
-    Without a profile nothing is recorded or checked, so there is no cost. On CUDA, times come from
-    events on the streams that do the work; the host waits for the device once at the beginning and
-    once when the first result is requested. On the CPU, times are the host's.
-    ``docs/profiling.md`` describes how each number is measured.
+    Without a profile, there is no cost. On CUDA, times come from events on the streams that do the
+    work. The host waits for the device once at the beginning, and once when the first result is
+    requested. On the CPU, times are the host's. ``docs/profiling.md`` describes how each number is
+    measured.
 
     Args:
         model: sharded by `fully_shard`, `shard_model` or `replicate`, or a module that contains
             such modules (``nn.ModuleDict({"generator": ..., "critic": ...})``), on one device.
 
     Returns:
-        A context manager; see `Profile`. Ask it for results after the ``with`` block.
+        A context manager, which has the results after the ``with`` block; see `Profile`.
 
     Raises:
         ValueError: if nothing in the model is sharded.
@@ -66,7 +65,7 @@ def profile(model: nn.Module) -> Profile:
 
 
 class Profile:
-    """What `profile` returns: a context manager, and after it the results of this rank."""
+    """The context manager that `profile` returns; afterwards, it holds the results of this rank."""
 
     def __init__(self, model: nn.Module, units: list[Unit]) -> None:
         self._model: nn.Module | None = model
@@ -105,8 +104,8 @@ class Profile:
     def step(self) -> None:
         """Mark the end of a training step.
 
-        Without this call, a step begins with a root's forward: the first one after an optimizer
-        step if optimizers step during the profile, otherwise every one.
+        Without this call, each step begins with a forward of a root. If optimizers step during the
+        profile, only the first forward after an optimizer step counts.
 
         Raises:
             RuntimeError: outside the ``with`` block.
@@ -156,9 +155,10 @@ class Profile:
     def export_chrome_trace(self, path: str | Path) -> None:
         """Write a trace for Perfetto (https://ui.perfetto.dev) or chrome://tracing.
 
-        One process, named after the rank; one row each for compute, gathers, reduce-scatters,
-        all-reduces and the host's launches; memory as a counter. To combine traces of several
-        ranks, join their ``traceEvents``; each rank's clock begins when its own profile starts.
+        The trace has one process, named after the rank. Its rows show compute, gathers,
+        reduce-scatters, all-reduces and the host's launches; a counter shows memory. To combine
+        traces of several ranks, join their ``traceEvents``. Each rank's clock begins when its own
+        profile starts.
 
         Args:
             path: a file; missing parent folders are created.
@@ -171,7 +171,7 @@ class Profile:
         path.write_text(json.dumps(trace))
 
     def save_json(self, path: str | Path) -> None:
-        """Write the measures as JSON: for ``fsdp2 compare``, and to keep.
+        """Write the measures as JSON, for example for ``fsdp2 compare``.
 
         Args:
             path: a file; missing parent folders are created.
@@ -182,7 +182,7 @@ class Profile:
         path.write_text(json.dumps(made))
 
     def save_picture(self, path: str | Path, step: int = -1) -> None:
-        """Write one step as a picture: streams over time, memory below.
+        """Draw one step to a file: streams over time, and memory below.
 
         Args:
             path: a file; its suffix selects the format (``.png``, ``.svg``).

@@ -1,8 +1,8 @@
 """Watches the units of one model while they run and makes a `Recording`.
 
-During a profile, a part hears of the trees of these units; reductions, which live for one backward,
-get transports that record their calls. A model that is not profiled runs the same code as without
-this module.
+During a profile, a part receives the events of these units' trees. Reductions, which live for one
+backward, get transports that record their calls. A model that is not profiled runs the same code as
+without this module.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ProfileRecorder:
         units: the model's units, on one device.
 
     Attributes:
-        taps: what is known of each unit.
+        taps: the state of each unit.
         log: the records.
     """
 

@@ -1,4 +1,4 @@
-"""The records of a profile as data: what recording would have had to work out while steps ran."""
+"""Converts the records of a profile to data, after the steps, so that recording stays cheap."""
 
 from __future__ import annotations
 

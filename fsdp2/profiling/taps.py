@@ -1,7 +1,7 @@
-"""What hears of units during a profile: each event writes a record or two.
+"""Receives the events of units during a profile: each event writes a record or two.
 
-Around twenty events and eight samples of memory are what a unit costs in a step. So there is one
-Python function per event, which keeps nothing that it could look up afterwards.
+A unit has around twenty events and eight samples of memory in a step. So there is one Python
+function per event, which keeps nothing that can be computed afterwards.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ class Watcher(Protocol):
 
 
 class UnitTap:
-    """What is known of one unit.
+    """The state of one unit during a profile.
 
     Args:
         number: of the unit, in the records.
 
     Attributes:
-        pending: where the record of the gather begins that is on its way; -1: none is.
+        pending: where the record of the gather in flight begins; -1: there is none.
         launching: what the record of the gather that is being launched needs.
         waiting: ``pending`` of the gather that compute waits for, and since when.
-        sizes: of gathers of the buckets ``planned``, by what they leave out; ``reductions``: of
-            these, by plan.
-        accumulated: bytes of gradients that a backward has left, and not reduced.
+        sizes: of gathers of the buckets ``planned``, by the buckets that they leave out;
+            ``reductions``: of reductions, by plan.
+        accumulated: bytes of gradients that a backward has left without reducing them.
         changes_at_borders: whether memory is sampled as compute enters the unit: on devices, and
-            where parts of what was gathered are freed by themselves.
-        took: whether what reductions hold has changed since the last sample.
+            where some gathered parameters are freed early.
+        took: whether the memory of reductions has changed since the last sample.
         operations: codes of the unit's operations in forward, by kind; one more: in backward.
     """
 
@@ -92,7 +92,7 @@ class UnitTap:
         self.wait, self.wait_to_end = code + kinds.WAIT, code + kinds.WAIT_TO_END
 
     def prepare(self) -> None:
-        """Before the first step: what it would have to work out otherwise."""
+        """Before the first step: compute in advance what the step would have to compute."""
         unit, group, recorder = self.unit, self.param_group, self.recorder
         self.follow_plan()
         self.sizes[(), False] = recorder.size_gather(unit, (), False)
@@ -105,15 +105,15 @@ class UnitTap:
         """The unit was planned anew, and gathers have other sizes."""
         self.planned = buckets = self.param_group.buckets
         self.sizes.clear()
-        # Elsewhere, all that changes the unit's memory between two of its gathers and frees is a
-        # reduction, which is sampled; and units with neither have no memory of their own.
+        # Elsewhere, only reductions, which are sampled, change the unit's memory between two of its
+        # gathers and frees; and units with neither have no memory.
         in_pieces = any(b.gathered is not None and len(b.gathered.storages) > 1 for b in buckets)
         self.changes_at_borders = self.log.often or in_pieces
 
     # -- memory -----------------------------------------------------------------------------
 
     def sample(self, *, only_measure: bool = False) -> None:
-        """Record what has changed of the unit's memory, and when this was."""
+        """Record changes of the unit's memory, and the time."""
         shards = grads = gathered = secondary = 0
         unreduced = self.accumulated
         for bucket in self.param_group.buckets:
@@ -141,7 +141,7 @@ class UnitTap:
         due = mark >= log.next_total
         if due:
             log.read_total(mark)
-        # To write a record costs more than to find out that it would say nothing new.
+        # Writing a record costs more than finding out that nothing has changed.
         if changed:
             log.write(_CHANGED(self._change, *parts, mark))
         elif due or log.often or self.took:
@@ -201,10 +201,10 @@ class TimedTransport:
 
 
 class TreeTap(TreePart):
-    """Records what a tree tells of units; of those that are not profiled nothing.
+    """Records a tree's events of the units that are profiled.
 
     Attributes:
-        recorder: that of the profile; of the subclass that is made for it.
+        recorder: the profile's recorder, an attribute of the subclass that is made for it.
     """
 
     recorder: ClassVar[Watcher]

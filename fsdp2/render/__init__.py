@@ -1,1 +1,1 @@
-"""Text for terminals and pictures: of numbers that others have made."""
+"""Output for people: text for terminals, and pictures."""

@@ -104,13 +104,13 @@ def pyplot_for_files() -> Any:
     """``matplotlib.pyplot``, which then needs no display.
 
     Raises:
-        ImportError: without matplotlib (``pip install fsdp2[train]``).
+        ImportError: without matplotlib (``pip install fsdp2[plots]``).
     """
     try:
         import matplotlib
     except ImportError as error:
         raise ImportError(
-            "Pictures need matplotlib: pip install matplotlib, or fsdp2[train]"
+            "Pictures need matplotlib: pip install matplotlib, or fsdp2[plots]"
         ) from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -122,7 +122,7 @@ def save(picture: Picture, path: Path) -> None:
     """Write the picture to ``path``; the suffix selects the format.
 
     Raises:
-        ImportError: without matplotlib (``pip install fsdp2[train]``).
+        ImportError: without matplotlib (``pip install fsdp2[plots]``).
     """
     pyplot = pyplot_for_files()
     scale, unit = (1.0, "s") if picture.seconds >= 2 else (1e3, "ms")
@@ -148,7 +148,7 @@ def save(picture: Picture, path: Path) -> None:
 
 
 def write(figure: Any, path: Path) -> None:
-    """Write a figure to ``path``, in folders that are made, and close it."""
+    """Write a figure to ``path``, creating its folders, and close it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=90)
     pyplot_for_files().close(figure)

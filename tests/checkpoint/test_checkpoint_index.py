@@ -554,5 +554,5 @@ def test_extras_of_other_ranks_are_read_when_asked_for(tmp_path: Path) -> None:
         found[1]
     shutil.rmtree(tmp_path / STEP)
     save(tmp_path, 3, name=STEP, attempt=2)
-    with pytest.raises(CheckpointError, match="was saved again: the extra of rank 1 is that of"):
+    with pytest.raises(CheckpointError, match="was saved again: the extra of rank 1 belongs to"):
         found[1]

@@ -273,6 +273,6 @@ def test_ranks_batch_by_the_hosts_that_they_are_on(hosts: list[int]) -> None:
 
 
 def test_the_table_in_docs_is_what_the_command_prints() -> None:
-    page = (REPOSITORY / "docs" / "streams.md").read_text()
+    page = (REPOSITORY / "docs" / "developers" / "streams.md").read_text()
     begin, end = batches.MARKERS
     assert page.split(begin)[1].split(end)[0].strip() == batches.table()

@@ -1,4 +1,7 @@
-"""docs/compatibility.md is complete and its tests exist; no name of torch's API is missing."""
+"""docs/compatibility.md is complete, and each row has tests; no name of torch's API is missing.
+
+`compatibility.toml` names the tests, so that the page need not.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,7 @@ pytestmark = [ours_only("about the page of this package")]
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "compatibility.md").read_text()
+TESTS = tomllib.loads(Path(__file__).with_name("compatibility.toml").read_text())
 POLICIES = [
     name
     for name in (
@@ -52,15 +57,29 @@ def names_of_tests(path: Path) -> set[str]:
     return {name for name in names if name.startswith("test_")}
 
 
-def tables() -> list[tuple[int, list[str]]]:
-    """The cells of every row of the page with its line number, without heads and rulers."""
+def tables() -> dict[str, dict[str, list[str]]]:
+    """The cells of every row, by the heading and the first cell, without heads and rulers."""
     lines = PAGE.splitlines()
-    rows = []
+    rows: dict[str, dict[str, list[str]]] = {}
+    heading = ""
     for number, line in enumerate(lines, 1):
+        heading = line.lstrip("# ") if line.startswith("#") else heading
         is_head = number < len(lines) and lines[number].startswith("|--")
         if line.startswith("|") and not line.startswith("|--") and not is_head:
-            rows.append((number, [cell.strip() for cell in line.strip("|").split(" | ")]))
+            cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+            under = rows.setdefault(heading, {})
+            assert cells[0] not in under, f"line {number}: {cells[0]} is there twice"
+            under[cells[0]] = cells
     return rows
+
+
+def named_tests(data: Any) -> Iterator[str]:
+    """All tests in the lists of nested tables."""
+    if isinstance(data, list):
+        yield from data
+    else:
+        for value in data.values():
+            yield from named_tests(value)
 
 
 def call(name: str, function: Callable[..., Any]) -> str:
@@ -84,26 +103,44 @@ def call(name: str, function: Callable[..., Any]) -> str:
 # ------------------------------------------------------------------------------------ the page
 
 
-def test_every_test_on_the_page_exists() -> None:
-    named = re.findall(r"`tests/(\w+/\w+)\.py(?:::(\w+))?`", PAGE)
-    assert len(named) > 150
-    for file, name in named:
-        path = ROOT / "tests" / f"{file}.py"
-        assert path.exists(), f"tests/{file}.py"
-        assert not name or name in names_of_tests(path), f"tests/{file}.py::{name}"
+def test_every_test_that_is_named_exists() -> None:
+    named = list(named_tests(TESTS))
+    assert len(named) > 380
+    for each in named:
+        found = re.fullmatch(r"tests/(\w+/\w+)\.py::(test_\w+)", each)
+        assert found, each
+        path = ROOT / "tests" / f"{found[1]}.py"
+        assert path.exists(), each
+        assert found[2] in names_of_tests(path), each
 
 
-def test_every_row_names_a_test() -> None:
-    rows = tables()
-    assert len(rows) > 110
-    for number, cells in rows:
-        assert "::test_" in cells[-1] or "not there" in cells[-2], f"line {number}: {cells[0]}"
-        assert all(cells), f"line {number} has an empty cell"
+def test_every_row_has_tests_and_every_entry_a_row() -> None:
+    rows, entries = tables(), TESTS["rows"]
+    assert sum(map(len, rows.values())) > 160
+    assert list(entries) == list(rows)
+    for heading, under in rows.items():
+        assert list(entries[heading]) == list(under), heading
+        for first, cells in under.items():
+            assert entries[heading][first] or cells[-1] == "not there", f"{heading}: {first}"
+            assert all(cells), f"{heading}: {first} has an empty cell"
+            assert 2 <= len(cells) <= 3, f"{heading}: {first}"
+
+
+def test_what_is_outside_of_tables_has_tests() -> None:
+    headings = {line.lstrip("# ") for line in PAGE.splitlines() if line.startswith("#")}
+    for heading, named in TESTS["prose"].items():
+        assert heading in headings
+        assert named, heading
+
+
+def test_the_page_names_no_tests() -> None:
+    assert "tests/" not in PAGE
+    assert "test_" not in PAGE
 
 
 def test_the_page_is_linked() -> None:
     assert "docs/compatibility.md" in (ROOT / "README.md").read_text()
-    assert "compatibility.md" in (ROOT / "docs" / "design.md").read_text()
+    assert "compatibility.md" in (ROOT / "docs" / "developers" / "design.md").read_text()
 
 
 # ------------------------------------------------------------------------------- torch's names
@@ -123,7 +160,7 @@ def test_the_arguments_of_fully_shard() -> None:
     theirs_shown = call("fully_shard", theirs.fully_shard)
     ours = f"{theirs_shown[:-1]}, direct_min_bytes=None, comm_policy=None, shard_granularity=None)"
     assert call("fully_shard", fsdp2.fully_shard) == ours
-    assert f"`{theirs_shown}`" in PAGE
+    assert f"`{theirs_shown}`" in " ".join(PAGE.split())
     for name in inspect.signature(fsdp2.fully_shard).parameters:
         assert re.search(rf"^\| `{name}`", PAGE, re.MULTILINE), name
 

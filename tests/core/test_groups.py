@@ -228,7 +228,7 @@ def _one_of_two_dims() -> Any:
     return fully_shard(nn.Linear(8, 8), mesh=mesh["shard"])
 
 
-# As docs/streams.md has them, the mesh's own among them.
+# As docs/developers/streams.md has them, the mesh's own among them.
 NUM_COMMUNICATORS: list[tuple[Callable[[], Any], int]] = [
     (_one_dim, 2),
     (_one_of_two_dims, 2),

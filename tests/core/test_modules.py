@@ -543,6 +543,19 @@ def test_autocast() -> None:
 
 
 @distributed(2)
+def test_several_modules_are_a_root() -> None:
+    """Nothing is sharded around them."""
+    _, plain = pair(EVEN_MLP)
+    model: Any = copy.deepcopy(plain)
+    fully_shard([m for m in model.modules() if isinstance(m, nn.Linear)])
+    for step in range(2):
+        run_both(EVEN_MLP, model, plain, step)
+        assert_same_gradients(model, plain)
+        model.zero_grad()
+        plain.zero_grad()
+
+
+@distributed(2)
 def test_a_unit_of_several_modules_is_reduced_once() -> None:
     _, plain = pair(EVEN_MLP)
     grouped: Any = copy.deepcopy(plain)

@@ -28,8 +28,9 @@ from reference import (
 pytestmark = harness.ours_only("strategies by name")
 
 if not harness.RUNS_ON_TORCH:
-    from fsdp2 import FSDPModule, MixedPrecisionPolicy, shard_model, units_of
+    from fsdp2 import FSDPModule, MixedPrecisionPolicy, shard_model
     from fsdp2.runtime.unit import units_in
+    from fsdp2.wrap import units_of
     from traffic import Held, Peak, Traffic, counting, held_by, optimizer_bytes
 
 STRATEGIES = ["full", "grad", "optimizer", "none", "hybrid"]

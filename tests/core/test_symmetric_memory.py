@@ -144,6 +144,18 @@ def test_units_take_turns_in_the_same_memory() -> None:
     assert len(memory.sizes) == 2, "one computes while another one is gathered"
 
 
+@distributed(2)
+def test_several_reductions_may_be_in_flight() -> None:
+    case = BY_NAME["transformer"]
+    with stand_in() as memory:
+        model, plain = pair(case)
+        set_symmetric(model)
+        model.set_reduce_scatter_max_input_buffers(2)
+        run_both(case, model, plain, 0)
+        assert_same_gradients(model, plain)
+        assert_alike(memory)
+
+
 @pytest.mark.parametrize("size", [False, 2])
 @distributed(4)
 def test_groups_of_fewer_ranks_register_it_too(size: bool | int) -> None:

@@ -140,6 +140,13 @@ def test_colwise_and_rowwise(mode: bool | None) -> None:
         train(mesh, reshard_after_forward=mode)
 
 
+@pytest.mark.long
+@distributed(8)
+def test_resharding_to_fewer_data_ranks() -> None:
+    """Between forward and backward two of four data-parallel ranks keep all; torch refuses it."""
+    train(cached_mesh(4, 2, names=("data", "tensor")), reshard_after_forward=2)
+
+
 @distributed(2, 4)
 def test_sequence_parallel_norms() -> None:
     """Their gradients are partial sums over the tensor dim."""

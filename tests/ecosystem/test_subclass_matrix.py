@@ -62,4 +62,28 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path, row: str, column: str
 def test_the_page_has_the_table() -> None:
     text = (PAGE / "subclasses.md").read_text()
     assert written(text) == text
-    assert text.count("| TwoTensor |") == 2
+    shown: dict[str, list[str]] = {}
+    both: tuple[dict[str, Any], ...] = (TRAINING, RESUMING)
+    for line in text.splitlines():
+        names, *cells = line.strip("| ").split(" | ")
+        if len(cells) == 2 and set(names.split("; ")) <= ROWS.keys():
+            shown |= dict.fromkeys(names.split("; "), cells)
+    assert shown.keys() == ROWS.keys()
+    for row, cells in shown.items():
+        for columns, cell in zip(both, cells, strict=True):
+            usual, *others = cell.split("; ")
+            words = dict.fromkeys((column.replace(",", "") for column in columns), usual)
+            for word, listed in (other.split(": ") for other in others):
+                assert words.keys() >= set(listed.split(", "))
+                words |= dict.fromkeys(listed.split(", "), word)
+            for column, word in zip(columns, words.values(), strict=True):
+                wanted = outcome(row, column)
+                assert word == (
+                    "does not apply"
+                    if wanted is None
+                    else "refused"
+                    if isinstance(wanted, str)
+                    else f"within {wanted:g}"
+                    if wanted
+                    else "equal"
+                )

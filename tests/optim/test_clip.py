@@ -277,7 +277,7 @@ def test_any_mix_of_meshes_and_placements(order: float) -> None:
         chosen = list(chosen)
         wholes = [spread.wholes[i].clone() for i in chosen]
         expected = torch.nn.utils.get_total_norm(wholes, order)
-        norm = fsdp2.get_total_norm([spread.parts[i] for i in chosen], order)
+        norm = fsdp2.optim.get_total_norm([spread.parts[i] for i in chosen], order)
         assert_same(check_norm(norm), expected, f"norm of {chosen}")
 
 
@@ -288,7 +288,7 @@ def test_a_module_in_place_of_its_parameters_is_named() -> None:
         with pytest.raises(TypeError, match=words):
             fsdp2.clip_grad_norm_(model, 1.0)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"get_total_norm got the module .*: pass \[p\."):
-            fsdp2.get_total_norm(model)  # type: ignore[arg-type]
+            fsdp2.optim.get_total_norm(model)  # type: ignore[arg-type]
 
 
 @ours_only("several meshes")
@@ -370,7 +370,7 @@ def test_ranks_without_gradients_take_part() -> None:
         expected = {2.0: mine.sqrt(), 0.0: num_tensors, math.inf: torch.tensor(1.0)}[order]
         assert_same(norm.float(), expected, "norm")
         model.zero_grad()
-    assert fsdp2.get_total_norm([]) == 0
+    assert fsdp2.optim.get_total_norm([]) == 0
     with pytest.warns(UserWarning, match="empty generator"):
         assert fsdp2.clip_grad_norm_((p for p in ()), 1.0) == 0
 
@@ -410,7 +410,7 @@ def test_dtypes_are_mixed() -> None:
         together = torch.cat([t.abs().double().flatten() for t in chosen])
         for order in (2.0, 1.0, math.inf):
             for foreach in (None, True, False):
-                norm = fsdp2.get_total_norm(parts, order, foreach=foreach)
+                norm = fsdp2.optim.get_total_norm(parts, order, foreach=foreach)
                 expected = torch.linalg.vector_norm(together, order)
                 torch.testing.assert_close(norm, expected.to(dtype), rtol=1e-6, atol=0)
 
@@ -426,7 +426,7 @@ def test_large_gradients_are_measured_accurately() -> None:
         whole = torch.randn(3_000_001) * scale
         part = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
         expected = torch.linalg.vector_norm(whole.double())
-        norm = fsdp2.get_total_norm([part])
+        norm = fsdp2.optim.get_total_norm([part])
         assert abs(norm.item() / expected.item() - 1) < 3e-7
 
 
@@ -455,7 +455,7 @@ def test_norm_first_and_clipping_later() -> None:
     model, plain = pair(MLP)
     run_both(MLP, model, plain, 0)
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    total = fsdp2.get_total_norm(g for g in grads)
+    total = fsdp2.optim.get_total_norm(g for g in grads)
     fsdp2.optim.clip_grads_with_norm_(model.parameters(), 1e-3, total)
     torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
     assert_all_same(gradients(model), gradients(plain), "gradient")

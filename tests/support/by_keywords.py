@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 import fsdp2
-from fsdp2 import Cluster, Estimate, Plan, Prediction, Sharding, Sweep, Workload
+from fsdp2.planning import Cluster, Estimate, Plan, Prediction, Sharding, Sweep, Workload
 from fsdp2.planning.replay import setups
 from fsdp2.planning.replay.schedules import SPLIT
 from fsdp2.planning.replay.setups import Setup
@@ -83,7 +83,7 @@ def sweep(model: Any, sample_input: Any, hardware: Any, num_ranks: Any, **option
     if alone is not None:
         cluster = _cluster(hardware, alone, budget)
     workload, sharding = sorted_by_owner(model, sample_input, options)
-    return fsdp2.sweep(workload, sharding, cluster, over, **others)
+    return fsdp2.planning.sweep(workload, sharding, cluster, over, **others)
 
 
 def plan(

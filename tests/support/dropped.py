@@ -141,7 +141,9 @@ def observed() -> None:
 def estimated() -> None:
     """Traced on fake tensors."""
     (x,) = MLP.batch(0, 0, torch.float32)
-    assert str(fsdp2.estimate(fsdp2.Workload(MLP.build(), x), fsdp2.Sharding(), 8))
+    assert str(
+        fsdp2.estimate(fsdp2.planning.Workload(MLP.build(), x), fsdp2.planning.Sharding(), 8)
+    )
 
 
 def interrupted() -> None:

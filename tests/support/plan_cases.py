@@ -20,15 +20,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from by_keywords import estimate, plan, predict, sweep
-from fsdp2 import (
-    CommPolicy,
-    CPUOffloadPolicy,
-    Kernels,
-    MixedPrecisionPolicy,
-    StateOffload,
-)
+from fsdp2 import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp2.experts import TokenExchange
-from fsdp2.planning import find_hardware
+from fsdp2.planning import Kernels, StateOffload, find_hardware
 
 H100 = find_hardware("h100")
 SLOW = replace(H100, network_bandwidth=2e9)

@@ -6,8 +6,8 @@ tests run each cell, and `table` writes it down (`make subclasses`).
 
 from __future__ import annotations
 
-import re
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -304,29 +304,55 @@ def values(tensor: Any) -> Tensor:
 
 # -- the table on paper ---------------------------------------------------------------------------
 
+BEGIN, END = "<!-- subclasses:begin -->", "<!-- subclasses:end -->"
 
-def table(columns: dict[str, Any]) -> str:
-    """The cells of these columns, a line each row."""
-    lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+
+def table() -> str:
+    """All cells: rows that are alike are one, and so are settings with the same outcome."""
+    alike: dict[tuple[str, str], list[str]] = {}
     for row in ROWS:
-        cells = [_text(outcome(row, column)) for column in columns]
-        if any(cells):
-            lines.append(f"| {row} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        alike.setdefault((summary(row, TRAINING), summary(row, RESUMING)), []).append(row)
+    lines = ["| class | training | resuming |", "|---|---|---|"]
+    lines += [f"| {'; '.join(rows)} | {' | '.join(texts)} |" for texts, rows in alike.items()]
+    settings = [f"{name}: {_listed(columns)}." for name, columns in _COLUMNS.items()]
+    return "\n".join([*lines, "", "\\\n".join(settings)])
+
+
+_COLUMNS: dict[str, dict[str, Any]] = {
+    "Settings of training": TRAINING,
+    "Ranks before and after resuming": RESUMING,
+}
+
+
+def summary(row: str, columns: dict[str, Any]) -> str:
+    """The outcome of most settings, and the settings with another one."""
+    found: dict[str, list[str]] = {}
+    for column in columns:
+        found.setdefault(_text(outcome(row, column)), []).append(column)
+    usual = max(found, key=lambda text: len(found[text]))
+    others = [f"{text}: {_listed(found[text])}" for text in found if text != usual]
+    return "; ".join([usual, *others])
+
+
+def _listed(columns: Iterable[str]) -> str:
+    return ", ".join(column.replace(",", "") for column in columns)
 
 
 def _text(cell: float | str | None) -> str:
     if cell is None:
-        return ""
+        return "does not apply"
     if isinstance(cell, str):
         return "refused"
     return f"within {cell:g}" if cell else "equal"
 
 
 def written(page: str) -> str:
-    """The page with both tables as they are here."""
-    tables = iter((table(TRAINING), table(RESUMING)))
-    return re.sub(r"(?m)^\| \|.*\n(?:\|.*\n)+", lambda found: next(tables), page)
+    """The page with the table as it is here."""
+    before, begin, rest = page.partition(f"{BEGIN}\n")
+    _, end, after = rest.partition(f"\n{END}")
+    assert begin, "the page has no place for the table"
+    assert end, "the page has no place for the table"
+    return f"{before}{begin}{table()}{end}{after}"
 
 
 if __name__ == "__main__":

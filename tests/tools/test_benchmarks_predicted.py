@@ -37,9 +37,21 @@ def test_the_summary_has_errors_of_the_measured_step() -> None:
     told = summary(ROWS)
     # 0 %, -35 %, +43 %, -14 %
     assert "2 of 4 predictions are within 15 %" in told
-    assert "the median error is 25 %" in told
-    assert "the largest 43 %" in told
+    assert "median error 25 %" in told
+    assert "up to ± 5 %" in told
     assert "| a | full | 2 | 1300 | 2000 (± 5 %) | -35 % |" in table(ROWS)
+
+
+def test_the_table_of_the_page_has_a_line_for_each_model() -> None:
+    lines = predicted.by_model({"2": ROWS, "4": ROWS[:2]}).splitlines()
+    assert (
+        lines[0]
+        == "| model | 2 ranks: within 15 % | largest error | 4 ranks: within 15 % | largest error |"
+    )
+    assert lines[2:] == [
+        "| a | 1 of 2 | -35 % | 1 of 2 | -35 % |",
+        "| b | 1 of 2 | +43 % | 0 of 0 | - |",
+    ]
 
 
 def test_losses_that_differ_end_the_run() -> None:
@@ -76,6 +88,6 @@ def test_wrong_options(wrong: list[str], match: str, capsys: pytest.CaptureFixtu
 
 def test_the_page_has_what_the_record_says() -> None:
     record = json.loads((machine.REPOSITORY / "benchmarks/results/predicted.json").read_text())
-    page = (machine.REPOSITORY / "docs/planning.md").read_text()
+    page = (machine.REPOSITORY / "docs/planning/accuracy.md").read_text()
     begin, end = page.index(predicted.BEGIN), page.index(predicted.END)
     assert page[begin + len(predicted.BEGIN) : end].strip() == predicted.text_of(record).strip()

@@ -17,10 +17,6 @@ from harness import distributed, ours_only
 pytestmark = ours_only("its own benchmarks")
 
 
-# Cells above the peak of torch's FSDP2; docs/performance.md says why.
-ABOVE_ITS_PEAK = {("U-Net", "3 ranks")}
-
-
 @pytest.fixture
 def record() -> dict[str, Any]:
     return json.loads((machine.REPOSITORY / "benchmarks/results/zoo.json").read_text())
@@ -48,18 +44,13 @@ def test_all_models_are_measured(record: dict[str, Any]) -> None:
     assert zoo.QUICK in set.intersection(*map(set, record["cells"].values()))
 
 
-def test_no_cell_is_slower_or_larger_than_torchs_but_those_that_are_named(
-    record: dict[str, Any],
-) -> None:
-    larger = set()
+def test_no_cell_is_slower_or_larger_than_torchs(record: dict[str, Any]) -> None:
     for model, cells in record["cells"].items():
         for setting, found in cells.items():
             ours, base = found[OURS], found[BEST_BASELINE]
             time = statistics.median(ratios(ours["rounds_s"], base["rounds_s"]))
             assert time <= 0.95, (model, setting)
-            if ours["peak_bytes"] > base["peak_bytes"]:
-                larger.add((model, setting))
-    assert larger == ABOVE_ITS_PEAK
+            assert ours["peak_bytes"] <= base["peak_bytes"], (model, setting)
 
 
 def test_tables_have_what_was_measured_and_its_commits() -> None:

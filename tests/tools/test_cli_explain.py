@@ -203,7 +203,7 @@ def test_misspelt_commands_and_options_are_recognised(
     ("call", "hint"),
     [
         (lambda: fsdp2.explain(nn.Linear(2, 2), 2, strategy="ful"), "did you mean 'full'?"),
-        (lambda: fsdp2.Cluster("a100", 8), "did you mean 'a100-80'?"),
+        (lambda: fsdp2.planning.Cluster("a100", 8), "did you mean 'a100-80'?"),
         (lambda: fsdp2.explain(Deep(), 2, wrap="layer.*"), "did you mean 'layers.*'?"),
     ],
 )

@@ -17,10 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 import harness
 from by_keywords import plan, predict, sweep
-from fsdp2 import Profile, fully_shard, profile
+from fsdp2 import fully_shard, profile
 from fsdp2.cli.main import main
 from fsdp2.planning import Comparison, Hardware, compare, find_hardware
 from fsdp2.planning.simulation.unit_figures import unit_figures, waited_s
+from fsdp2.profiling import Profile
 from harness import cached_mesh, distributed
 
 pytestmark = harness.ours_only("predictions and profiles")

@@ -20,7 +20,8 @@ if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: torch does not predict", allow_module_level=True)
 
 from by_keywords import estimate, plan, predict, predict_planned, sweep, trace_step
-from fsdp2 import Kernels, MixedPrecisionPolicy
+from fsdp2 import MixedPrecisionPolicy
+from fsdp2.planning import Kernels
 from fsdp2.planning.trace.checkpointing import apply_checkpointing
 from fsdp2.planning.trace.compiled import FUSED, Program
 from fsdp2.planning.trace.events import Compute, Operation, StartOfBackward, StepTrace

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from by_keywords import estimate, plan
-from fsdp2 import Estimate, register_cost
+from fsdp2.planning import Estimate, register_cost
 from fsdp2.planning.trace import op_costs
 from fsdp2.planning.trace.meter import StorageMeter
 

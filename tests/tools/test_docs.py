@@ -69,10 +69,16 @@ def test_every_page_is_in_the_table_of_contents_once() -> None:
 
 # -------------------------------------------------------------------------------- the API reference
 
-MODULES = ("checkpoint", "custom", "experts", "optim", "testing", "wrap")
+MODULES = (
+    *("checkpoint", "custom", "experts", "optim", "planning", "profiling", "testing", "wrap"),
+)
 # Public by their spelling alone.
 NO_ENTRY = {
     "fsdp2.wrap.parameters_of": "serves units, estimates and plans",
+    "fsdp2.planning.PRESETS": "docs/planning/hardware.md lists them",
+    "fsdp2.planning.Simulator": "serves `predict` and benchmarks",
+    "fsdp2.planning.find_hardware": "`Cluster` calls it",
+    "fsdp2.profiling.Recording": "the events of a profile; `Measures` adds them up",
 }
 # Their methods are torch's, which calls them.
 WITHOUT_METHODS = {"fsdp2.testing.SimulatedGroup"}
@@ -185,7 +191,11 @@ def test_links_are_found() -> None:
 
 @pytest.mark.long
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    missing = [m for m in ("sphinx", "myst_parser", "furo") if not importlib.util.find_spec(m)]
+    missing = [
+        m
+        for m in ("sphinx", "myst_parser", "furo", "sphinx_copybutton", "sphinx_design")
+        if not importlib.util.find_spec(m)
+    ]
     if missing:
         pytest.skip(f"needs {', '.join(missing)}: requirements/docs.txt")
     options = ["-W", "--keep-going", "-n", "-q", "-b", "html", "-d", str(tmp_path / "cache")]

@@ -129,7 +129,7 @@ def test_a_rank_that_was_not_started_is_named(tmp_path: Path) -> None:
     (code, out), (other, _) = [rank.finish() for rank in ranks]
     assert (code, other) == (1, 1)
     assert "2 of 3 ranks answered" in out
-    assert "ERROR  arrival: Nothing was heard of rank 2 in time" in out
+    assert "ERROR  arrival: No answer from rank 2 in time" in out
 
 
 def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
         ranks[2].process.kill()
     assert (code, other) == (1, 1)
     host = os.uname().nodename
-    assert f"ERROR  communicators: Nothing was heard of rank 2 (on {host}) in time" in out
+    assert f"ERROR  communicators: No answer from rank 2 (on {host}) in time" in out
 
 
 def test_a_rank_without_rank_0_says_so(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_hosts_that_were_restarted_a_different_number_of_times(tmp_path: Path) -
     alone = Rank(tmp_path, 1, 2, server.port, "--timeout", "1", **kept)
     code, out = alone.finish()
     assert code == 1
-    assert "Rank 1 reaches the store, but rank 0 has not come there in 1 s" in out
+    assert "Rank 1 reaches the store, but rank 0 did not do so within 1 s" in out
 
 
 def test_folders_that_are_not_one(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_folders_that_are_not_one(tmp_path: Path) -> None:
     assert code == 1
     assert "ranks 0, 1 do not see the files of all other ranks" in out
     assert f"rank 2 cannot write there: {tmp_path}/missing: No such file or directory" in out
-    assert "TiB were asked for" in out
+    assert "TiB are needed" in out
     for name in "ab":
         assert not list((tmp_path / name).iterdir())
 

@@ -18,15 +18,9 @@ from models import BY_NAME, Case
 pytestmark = harness.ours_only("explain")
 
 if not harness.RUNS_ON_TORCH:
-    from fsdp2 import (
-        CPUOffloadPolicy,
-        MixedPrecisionPolicy,
-        Sharding,
-        explain,
-        fully_shard,
-        shard_model,
-    )
+    from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, explain, fully_shard, shard_model
     from fsdp2.describe.explanation import Explanation, UnitReport
+    from fsdp2.planning import Sharding
     from fsdp2.runtime.unit import units_in
     from traffic import counting, held_by
 

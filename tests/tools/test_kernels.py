@@ -13,7 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from by_keywords import estimate, plan, trace_step
-from fsdp2 import Kernels, MixedPrecisionPolicy
+from fsdp2 import MixedPrecisionPolicy
+from fsdp2.planning import Kernels
 from fsdp2.planning.trace.events import Compute, StepTrace
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16)

@@ -12,14 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from by_keywords import make_setup, plan, trace_step
-from fsdp2 import CommPolicy, MixedPrecisionPolicy, Plan, units_of
-from fsdp2.planning import Hardware, SimulatedStep, Simulator, find_hardware
+from fsdp2 import CommPolicy, MixedPrecisionPolicy
+from fsdp2.planning import Hardware, Plan, SimulatedStep, Simulator, find_hardware
 from fsdp2.planning.choices import meshes_of
 from fsdp2.planning.replay.device import Collective
 from fsdp2.planning.trace.events import StepTrace
 from fsdp2.planning.traces import wraps_of
 from fsdp2.planning.workload import default_checkpoint_modules
 from fsdp2.runtime.unit import unit_of
+from fsdp2.wrap import units_of
 from harness import distributed
 
 H100 = find_hardware("h100")

@@ -18,8 +18,7 @@ from test_predict_expert_stages import BF16, H100, Experts, Model, on_meta, rena
 from test_predict_pipeline import batch, split
 
 from by_keywords import SEARCHED, plan, predict, predict_planned, sweep
-from fsdp2 import Plan
-from fsdp2.planning import Hardware
+from fsdp2.planning import Hardware, Plan
 
 SIZES = {"width": 512, "num_blocks": 8, "num_experts": 32}
 MICRO_BATCHES = 8

@@ -16,8 +16,7 @@ if harness.RUNS_ON_TORCH:
 from test_plan import BF16, on_meta, tokens
 
 from by_keywords import plan, predict
-from fsdp2 import Plan
-from fsdp2.planning import find_hardware
+from fsdp2.planning import Plan, find_hardware
 from fsdp2.planning.outcomes import MOST_COMPARED
 from fsdp2.planning.replay.replay import Player
 

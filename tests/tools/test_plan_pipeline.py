@@ -23,9 +23,9 @@ if harness.RUNS_ON_TORCH:
 from test_predict_pipeline import Even, Model, Stage, even_stages, on_meta, split
 
 from by_keywords import Stages, make_setup, plan, predict, predict_planned
-from fsdp2 import MixedPrecisionPolicy, Plan, StateOffload
+from fsdp2 import MixedPrecisionPolicy
 from fsdp2.cli.main import main
-from fsdp2.planning import Hardware, Simulator, find_hardware, searching
+from fsdp2.planning import Hardware, Plan, Simulator, StateOffload, find_hardware, searching
 from fsdp2.planning.replay.pipeline import RankStage
 from fsdp2.planning.replay.schedules import SPLIT
 from fsdp2.planning.simulation.pipeline_estimates import estimate_pipeline, stages_alone

@@ -19,9 +19,9 @@ if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: torch does not plan", allow_module_level=True)
 
 from by_keywords import plan
-from fsdp2 import Plan, split_batch
+from fsdp2 import split_batch
 from fsdp2.cli.main import main
-from fsdp2.planning import find_hardware
+from fsdp2.planning import Plan, find_hardware
 
 H100 = find_hardware("h100")
 

@@ -19,17 +19,9 @@ if harness.RUNS_ON_TORCH:
 
 import fsdp2
 from by_keywords import plan, predict, sweep
-from fsdp2 import (
-    Cluster,
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    Plan,
-    Prediction,
-    Sharding,
-    Workload,
-)
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp2.cli.main import main
-from fsdp2.planning import find_hardware
+from fsdp2.planning import Cluster, Plan, Prediction, Sharding, Workload, find_hardware
 from fsdp2.planning import traces as traces_module
 
 H100 = find_hardware("h100")
@@ -299,13 +291,13 @@ def test_bad_sweeps(options: dict[str, Any], error: type, match: str) -> None:
 def test_fields_that_cannot_be_varied(over: Any, error: type, match: str) -> None:
     workload = Workload(on_meta(), batch())
     with pytest.raises(error, match=match):
-        fsdp2.sweep(workload, Sharding(), Cluster(H100, 8), over)
+        fsdp2.planning.sweep(workload, Sharding(), Cluster(H100, 8), over)
 
 
 def test_limits_policies_and_units_can_be_varied() -> None:
     """A step is traced once: none of them changes it."""
     over = {"wrap": ["auto", "root"], "replicate_below": [0, 10_000], "memory_budget": [1e6, 1e12]}
-    made = fsdp2.sweep(Workload(on_meta(), batch()), Sharding(), Cluster(H100, 8), over)
+    made = fsdp2.planning.sweep(Workload(on_meta(), batch()), Sharding(), Cluster(H100, 8), over)
     assert made.num_traced == 1
     assert [p.fits for p in made.predictions] == [False, True] * 4
     alone = fsdp2.predict(

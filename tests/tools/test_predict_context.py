@@ -26,9 +26,9 @@ if harness.RUNS_ON_TORCH:
 from test_predict_tensor import parallelize
 
 from by_keywords import plan, predict, sweep, trace_step
-from fsdp2 import MixedPrecisionPolicy, Plan
+from fsdp2 import MixedPrecisionPolicy
 from fsdp2.cli.main import main
-from fsdp2.planning import find_hardware
+from fsdp2.planning import Plan, find_hardware
 from fsdp2.planning.replay.device import Collective
 from fsdp2.planning.simulation.costs import transfer_cost
 from fsdp2.planning.simulation.loads import with_part_of_context

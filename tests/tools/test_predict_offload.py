@@ -20,8 +20,8 @@ if harness.RUNS_ON_TORCH:
 
 import testdev
 from by_keywords import estimate, plan, predict, sweep, trace_step
-from fsdp2 import Prediction, fully_shard, offload_activations
-from fsdp2.planning import find_hardware
+from fsdp2 import fully_shard, offload_activations
+from fsdp2.planning import Prediction, find_hardware
 from fsdp2.planning.replay.device import Copy
 from fsdp2.planning.trace.events import HostCopy, StepTrace
 from harness import cached_mesh, run_on

@@ -20,9 +20,9 @@ if harness.RUNS_ON_TORCH:
 
 from benchmarks.ledger import Ledger
 from by_keywords import Stages, make_setup, predict, sweep
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, Prediction, StateOffload, fully_shard
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fsdp2.cli.main import main
-from fsdp2.planning import Hardware, find_hardware
+from fsdp2.planning import Hardware, Prediction, StateOffload, find_hardware
 from fsdp2.planning.replay.pipeline import RankStage, replay_rank
 from fsdp2.planning.replay.schedules import Action, actions_of
 from fsdp2.planning.simulation.pipeline_times import RankTimes, begins

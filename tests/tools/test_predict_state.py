@@ -20,8 +20,8 @@ import testdev
 from benchmarks.estimate import Case, measure
 from benchmarks.estimate import predict as predict_case
 from by_keywords import estimate, make_setup, plan, predict, predict_planned, sweep, trace_step
-from fsdp2 import CPUOffloadPolicy, StateOffload, explain, offload_optimizer, shard_model
-from fsdp2.planning import find_hardware
+from fsdp2 import CPUOffloadPolicy, explain, offload_optimizer, shard_model
+from fsdp2.planning import StateOffload, find_hardware
 from fsdp2.planning.replay.replay import params_on_host, placed_optimizer
 from fsdp2.planning.replay.setups import granularities
 from fsdp2.planning.simulation.simulate import optimizer_s
@@ -121,7 +121,7 @@ def test_bytes_are_where_the_units_are() -> None:
         else:
             assert on_host == {"parameters": 0, "optimizer state": 0}
             assert made.peak.total == whole.peak.total
-    with pytest.raises(ValueError, match="max_device_bytes says what CPUOffloadPolicy leaves"):
+    with pytest.raises(ValueError, match="max_device_bytes limits what CPUOffloadPolicy leaves"):
         estimate(Widths(), 3, BATCH, max_device_bytes=0)
 
 

@@ -30,9 +30,9 @@ if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: torch does not predict", allow_module_level=True)
 
 from by_keywords import plan, predict, sweep, trace_step
-from fsdp2 import MixedPrecisionPolicy, Plan, fully_shard
+from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.cli.main import main
-from fsdp2.planning import find_hardware
+from fsdp2.planning import Plan, find_hardware
 from fsdp2.planning.trace.events import Compute, ExchangeEnd, ModelExchange
 from fsdp2.planning.trace.expert_units import InnerTopology
 from fsdp2.planning.traces import parallel_copy

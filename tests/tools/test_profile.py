@@ -28,8 +28,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from benchmarks.calls import called_by
-from fsdp2 import CPUOffloadPolicy, FSDPModule, Profile, explain, fully_shard, profile, replicate
-from fsdp2.profiling import recorder
+from fsdp2 import CPUOffloadPolicy, FSDPModule, explain, fully_shard, profile, replicate
+from fsdp2.profiling import Profile, recorder
 from fsdp2.runtime.unit import Unit, units_in
 from fsdp2.testing import simulated_mesh
 from harness import DEVICE, cached_mesh, distributed, ours_only

@@ -18,9 +18,9 @@ if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: torch does not predict", allow_module_level=True)
 
 from by_keywords import predict, sweep
-from fsdp2 import MixedPrecisionPolicy, Sweep, training_cost
+from fsdp2 import MixedPrecisionPolicy
 from fsdp2.cli.main import main
-from fsdp2.planning import find_hardware
+from fsdp2.planning import Sweep, find_hardware, training_cost
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

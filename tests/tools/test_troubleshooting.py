@@ -78,6 +78,19 @@ def test_there_are_messages() -> None:
     assert len(messages(OURS[1])) > 20
 
 
+def test_a_message_is_found_by_its_row() -> None:
+    """One row per message, which comes first, in backquotes: a search and an index go by that."""
+    first = re.findall(
+        r"^\| message \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", PAGE.read_text(), re.MULTILINE
+    )
+    rows = "".join(first).splitlines()
+    found = [re.match(r"\| `([^`]+)`( \([^|]*\))? \| ", row) for row in rows]
+    assert len(rows) > 70
+    assert [row for row, match in zip(rows, found, strict=True) if match is None] == []
+    named = [match[1] for match in found if match is not None]
+    assert len(set(named)) == len(named)
+
+
 def test_names_that_the_page_tells_to_call_exist() -> None:
     """A call or a setting in backquotes that looks like ours is there."""
     text = PAGE.read_text()

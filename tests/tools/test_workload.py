@@ -19,13 +19,13 @@ MODEL, BATCH = nn.Linear(4, 4), torch.zeros(2, 4)
 def workload() -> Any:
     import fsdp2
 
-    return fsdp2.Workload(MODEL, BATCH)
+    return fsdp2.planning.Workload(MODEL, BATCH)
 
 
 def eight() -> Any:
     import fsdp2
 
-    return fsdp2.Cluster("h100", 8)
+    return fsdp2.planning.Cluster("h100", 8)
 
 
 WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
@@ -40,17 +40,17 @@ WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         r"sharding must be a Sharding, like Sharding\(\"full\"\), got 'full'",
     ),
     "hardware": (
-        lambda fsdp2: fsdp2.sweep(workload(), fsdp2.Sharding(), "h100", {}),
+        lambda fsdp2: fsdp2.planning.sweep(workload(), fsdp2.planning.Sharding(), "h100", {}),
         TypeError,
         r"cluster must be a Cluster, like .*, got 'h100'",
     ),
     "the order of predict": (
-        lambda fsdp2: fsdp2.plan(workload(), fsdp2.Sharding(), eight()),
+        lambda fsdp2: fsdp2.plan(workload(), fsdp2.planning.Sharding(), eight()),
         TypeError,
         r"sharding must be a Sharding, like .*, got a Cluster",
     ),
     "no bytes": (
-        lambda fsdp2: fsdp2.Cluster("h100", 8, memory_budget=0.5),
+        lambda fsdp2: fsdp2.planning.Cluster("h100", 8, memory_budget=0.5),
         ValueError,
         "memory_budget must be a positive number of bytes",
     ),
@@ -60,22 +60,24 @@ WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         "did you mean 'strategy'",
     ),
     "a field that says what is compared": (
-        lambda fsdp2: fsdp2.sweep(workload(), fsdp2.Sharding(), eight(), {"model": [MODEL]}),
+        lambda fsdp2: fsdp2.planning.sweep(
+            workload(), fsdp2.planning.Sharding(), eight(), {"model": [MODEL]}
+        ),
         TypeError,
         "sweep has no 'model' to choose in over",
     ),
     "no module": (
-        lambda fsdp2: fsdp2.Workload("model", BATCH),
+        lambda fsdp2: fsdp2.planning.Workload("model", BATCH),
         TypeError,
         "model must be an nn.Module, got 'model'",
     ),
     "half a micro-batch": (
-        lambda fsdp2: fsdp2.Workload(MODEL, BATCH, micro_batches=0.5),
+        lambda fsdp2: fsdp2.planning.Workload(MODEL, BATCH, micro_batches=0.5),
         TypeError,
         "micro_batches must be an int, got 0.5",
     ),
     "an unknown accumulation": (
-        lambda fsdp2: fsdp2.Workload(MODEL, BATCH, accumulation="sharde"),
+        lambda fsdp2: fsdp2.planning.Workload(MODEL, BATCH, accumulation="sharde"),
         ValueError,
         "accumulation must be one of .* did you mean 'sharded'",
     ),

@@ -122,12 +122,12 @@ WRONG = {
         "devices",
         "rank 3 on b has 40.0 GiB of 80.0 GiB in use",
     ),
-    "no address": ({"address": ""}, ERROR, "address", "rank 3 mean no address"),
+    "no address": ({"address": ""}, ERROR, "address", "rank 3 cannot be resolved"),
     "loopback": (
         {"address": "127.0.1.1"},
         ERROR,
         "address",
-        "rank 3 would tell the others 127.0.1.1",
+        "rank 3 would give other hosts the address 127.0.1.1",
     ),
     "uneven hosts": ({"host": "c"}, WARNING, "hosts", "a: 2, b: 1, c: 1"),
     "threads": (
@@ -176,7 +176,7 @@ def test_folders() -> None:
     (alone,) = check(facts(), (), good | {3: replace(good[3], seen=(3,))})
     assert "rank 3 do not see the files of all other ranks" in alone.text
     (full,) = check(facts(), (), good | {2: replace(good[2], free_bytes=GB)}, 2 * GB)
-    assert "1.00 GiB are free there, and 2.00 GiB were asked for" in full.text
+    assert "1.00 GiB are free there, but 2.00 GiB are needed" in full.text
     (closed,) = check(facts(), (), good | {1: FolderFacts("Permission denied", (), 0, 0.0)})
     assert "rank 1 cannot write there: Permission denied" in closed.text
 

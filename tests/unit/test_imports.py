@@ -28,7 +28,10 @@ import fsdp2
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fsdp2"
-MODULES = ("checkpoint", "custom", "experts", "optim", "policy", "testing", "wrap")
+MODULES = (
+    *("checkpoint", "custom", "experts", "optim", "planning", "policy", "profiling", "testing"),
+    "wrap",
+)
 # Only those who ask for them need these.
 ON_DEMAND = {"checkpoint", "cli", "describe", "planning", "profiling", "render", "snapshots"}
 
@@ -155,10 +158,20 @@ def test_every_public_name_is_what_its_home_has() -> None:
     assert set(fsdp2.__all__) <= names.keys()
 
 
+def test_names_that_moved_are_found_and_warn() -> None:
+    moved = [(name, home) for home, names in vars(fsdp2)["_MOVED"].items() for name in names]
+    assert len(moved) > 15
+    for name, home in moved:
+        assert name not in fsdp2.__all__
+        with pytest.warns(DeprecationWarning, match=rf"^fsdp2.{name} is fsdp2.{home}.{name} now$"):
+            found = getattr(fsdp2, name)
+        assert found is getattr(importlib.import_module(f"fsdp2.{home}"), name)
+
+
 def test_names_are_functions_whatever_was_imported_before() -> None:
     """No file of the package has the name of a function, which an import of it would replace."""
     files = {path.stem for path in PACKAGE.iterdir()}
-    assert files & set(fsdp2.__all__) == {"optim", "wrap"}
+    assert files & set(fsdp2.__all__) == {"optim", "planning", "profiling", "wrap"}
     importlib.import_module("fsdp2.planning.planning")
     assert all(inspect.isfunction(f) for f in (fsdp2.plan, fsdp2.estimate, fsdp2.profile))
 

@@ -169,7 +169,7 @@ def test_all_reduces_are_calls_of_their_own() -> None:
 
 @pytest.mark.parametrize(("slice_kib", "faster"), [(16, "pack"), (32, "pack"), (256, "direct")])
 def test_direct_or_packed_on_gloo_as_measured(slice_kib: int, faster: str) -> None:
-    """16 parameters on 2 ranks: docs/streams.md, "Batches"."""
+    """16 parameters on 2 ranks: docs/developers/streams.md, "Batches"."""
     whole = 16 * 2 * slice_kib * 1024
     seconds = {
         "direct": transfer_cost(gather(whole, messages=16), Ring(2, 2, 1), PRESETS["cpu"]),

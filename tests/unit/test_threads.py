@@ -118,7 +118,8 @@ def starts_threads(path: Path) -> bool:
 def test_the_page_says_of_every_thread_what_an_error_in_it_does() -> None:
     package = ROOT / "fsdp2"
     files = {str(p.relative_to(package)) for p in package.rglob("*.py") if starts_threads(p)}
-    section = (ROOT / "docs/streams.md").read_text().split("\n## Threads\n")[1].split("\n## ")[0]
+    page = (ROOT / "docs" / "developers" / "streams.md").read_text()
+    section = page.split("\n## Threads\n")[1].split("\n## ")[0]
     assert sorted(re.findall(r"^\| `([^`]+)`", section, re.MULTILINE)) == sorted(
         files - {"common/threads.py"}
     )

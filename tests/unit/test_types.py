@@ -6,6 +6,7 @@ values have to be of these types, too.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import assert_type
 
 import pytest
@@ -20,6 +21,8 @@ if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: about its annotations", allow_module_level=True)
 
 from collections.abc import Iterator
+
+import typed_program
 
 from fsdp2 import FSDPModule, fully_shard, replicate, shard_model, share_comm_ctx
 
@@ -54,6 +57,14 @@ def test_a_variable_that_was_passed_keeps_its_type() -> None:
     assert_type(replicate(nn.LayerNorm(4)), nn.LayerNorm)
     model = shard_model(nn.Sequential(nn.Linear(4, 4)))
     assert_type(model, nn.Sequential)
+
+
+def test_a_typed_program_runs(tmp_path: Path) -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = typed_program.shard(typed_program.Net(4), offload=False)
+    typed_program.train(model, [torch.ones(2, 4)] * 2, tmp_path)
+    assert (tmp_path / "step-000002").exists()
 
 
 def _parameters_of(module: FSDPModule) -> list[nn.Parameter]:

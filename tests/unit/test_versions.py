@@ -90,7 +90,9 @@ def test_set_up_and_ci_take_the_newest_torch_and_one_that_is_supported() -> None
     assert re.search(rf"--torch {re.escape(newest)}\.\d+ train", shown)
     (second,) = re.findall(r"TORCH=(\d+\.\d+)", (ROOT / ".ci" / "run").read_text())
     assert second in versions.tested_torch()[:-1]
-    assert f"torch>={oldest}" in PROJECT["project"]["dependencies"]
+    major, minor = newest.split(".")
+    needed = f"torch>={oldest},<{major}.{int(minor) + 1}"
+    assert needed in PROJECT["project"]["dependencies"]
 
 
 def test_the_files_that_depend_on_torchs_version_exist() -> None:

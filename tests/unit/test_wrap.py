@@ -13,8 +13,7 @@ import harness
 pytestmark = harness.ours_only("wrap policies")
 
 if not harness.RUNS_ON_TORCH:
-    from fsdp2 import units_of
-    from fsdp2.wrap import by_class, by_function, by_name, by_size
+    from fsdp2.wrap import by_class, by_function, by_name, by_size, units_of
 
 
 def layers(*names: str) -> nn.ModuleDict:

@@ -39,7 +39,7 @@ def temporary_name(name: str, unique: str) -> str:
 
 
 class Disk:
-    """Thin wrappers; each method is one system call unless it says otherwise.
+    """Thin wrappers; each method is one system call unless noted.
 
     Args:
         before: called before each call that changes something, with its name and its operands.
@@ -163,7 +163,7 @@ class Disk:
 
         Args:
             data: its bytes, or pieces of them.
-            unique: distinguishes the temporary name from that of any other rank.
+            unique: distinguishes the temporary name from any other rank's.
         """
         temporary = temporary_name(name, unique)
         fd = self.create(temporary, 0, within)

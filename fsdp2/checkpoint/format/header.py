@@ -124,7 +124,7 @@ def frame(body: str) -> bytes:
 def plan_files(tensors: Sequence[TensorInfo], max_file_bytes: int) -> list[FilePlan]:
     """Spread tensors over files of at most ``max_file_bytes`` each, in the order given.
 
-    A larger tensor gets a file of its own. There is always at least one file.
+    A larger tensor gets its own file. There is always at least one file.
     """
     groups: list[list[TensorInfo]] = [[]]
     filled = 0
@@ -139,7 +139,7 @@ def plan_files(tensors: Sequence[TensorInfo], max_file_bytes: int) -> list[FileP
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says about itself. ``offsets`` count from the start of the file."""
+    """The contents of a file's header. ``offsets`` count from the start of the file."""
 
     tensors: dict[str, TensorInfo]
     offsets: dict[str, int]
@@ -153,7 +153,7 @@ class Header:
 
     @cached_property
     def _ordered(self) -> list[tuple[int, int, str]]:
-        """Where each tensor begins; behind others those that have bytes."""
+        """Where each tensor begins; at the same place, those with bytes come last."""
         return sorted((self.offsets[t.name], t.nbytes, t.name) for t in self.tensors.values())
 
 

@@ -1,8 +1,8 @@
-"""One file from which a load knows where its bytes are, however many ranks saved.
+"""One file that locates the bytes of a load, however many ranks saved.
 
-Manifests say the same, but only all of them together: a rank that reads them at every load reads
-more with every rank that saved. The rank that commits has read them, and writes this file
-(`saving.indexing`)::
+Manifests hold the same information, but only all of them together: a rank that reads them at every
+load reads more with every rank that saved. The rank that commits has read them, and writes this
+file (`saving.indexing`)::
 
     records | stretches | places | contents | tail
 
@@ -15,9 +15,8 @@ more with every rank that saved. The rank that commits has read them, and writes
 - *contents*: JSON of names, shapes, shared files and partitions, which every load reads;
 - the *tail*, of a fixed size: where the contents are.
 
-Whatever is read at once has a CRC32 of its own. So a load reads the contents, a stretch for each
-shape, and the records of the ranks whose shards it needs, of which there are as many as it needs
-bytes of.
+Each piece that is read at once has its own CRC32. So a load reads the contents, a stretch for each
+shape, and the records of the ranks whose shards it needs.
 """
 
 from __future__ import annotations
@@ -69,10 +68,10 @@ class Row(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """As `_listed` writes it.
+    """A partition as `_listed` writes it.
 
-    Of a tensor that other ranks wrote too, in files that they do not share with these, only the
-    partitions of the first count. In those of the others its place stays empty (null).
+    If several sets of ranks wrote a tensor, in files that they do not share, only the partitions of
+    the first set count. In the partitions of the others its place stays empty (null).
     """
 
     number: int
@@ -119,9 +118,9 @@ class RankRecord(NamedTuple):
     """What one rank wrote.
 
     Attributes:
-        groups: of tensors of which it wrote the same box: their partition, the file that holds
-            these boxes, or "" where files hold whole tensors, and where in ``data`` their
-            offsets in that file and their checksums begin.
+        groups: for each group of tensors with the same box: their partition, the file of the boxes
+            ("" where files hold whole tensors), and where in ``data`` their offsets in that file
+            and their checksums begin.
     """
 
     files: dict[str, FileInfo]
@@ -180,7 +179,7 @@ class Index:
         contents = self._check.table(
             parse_json(bytes(self._read(at, num, crc)), f"{self._shown}: its contents"), "it"
         )
-        # The checksum tells damage. An attacker's is right: so the kind of every value is checked.
+        # The checksum reveals damage. An attacker's is right: so each value's kind is checked.
         converted(self._check.what, lambda: self._parse(contents))
 
     def _parse(self, contents: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """Tensor subclasses in files: the inner tensors of a shard as separate entries.
 
-Only the class knows how the inner tensors of the shards make up those of the whole (a scale per
-block, a table for all rows), so there is no whole tensor that all ranks could write into. One rank
-writes each shard, under names that contain its rows::
+Only the class can combine the inner tensors of shards (a scale per block, a table for all rows).
+So there is no whole tensor that all ranks could write into: one rank writes each shard, under names
+that contain its rows::
 
     exp_avg.weight.rows-0-512.codes        U8   (512, 256)
     exp_avg.weight.rows-0-512.scale        F32  (512,)

@@ -56,8 +56,8 @@ class Chunk(NamedTuple):
         tensor: the whole tensor.
         file: its name in the checkpoint's folder.
         box: which part of the tensor.
-        offset: None in a file of whole tensors, where the header says where the box is; in a file
-            of boxes the first byte of this one, which is contiguous there.
+        offset: in a file of boxes the first byte of this one, which is contiguous there; None in a
+            file of whole tensors, whose header locates the box.
         checksums: CRC32 of every block of 1 MiB of the box's bytes in row-major order.
     """
 
@@ -88,8 +88,8 @@ class Chunk(NamedTuple):
         return self.offset if fits else None
 
 
-# Tensors that ranks save together, in an order that all of them know; each with the file that holds
-# it whole, or with its kind if ranks hold parts of it in files of their own.
+# Tensors that ranks save together, in the same order on all of them; each with the file that holds
+# it whole, or with its kind if ranks hold parts of it in separate files.
 Table = Sequence[tuple[str, TensorInfo]]
 
 
@@ -105,7 +105,7 @@ class Group(NamedTuple):
         tensors: their positions in the table of their set.
         offsets: of each box the first byte in ``file``, as 8 little-endian bytes; none if files
             hold whole tensors, whose headers say where each is.
-        checksums: of each box those of a `Chunk`, as 4 little-endian bytes.
+        checksums: of each box, as in a `Chunk`, as 4 little-endian bytes.
     """
 
     file: str
@@ -135,7 +135,7 @@ class Group(NamedTuple):
         return zip(self.tensors, offsets, checksums, strict=True)
 
     def chunks(self, table: Table) -> Iterator[Chunk]:
-        """Each box by itself.
+        """Each box as a chunk.
 
         Raises:
             CorruptCheckpoint: if ``table`` has other tensors.
@@ -173,7 +173,7 @@ class SetOfFiles:
     groups: tuple[Group, ...] = ()
 
     def chunks(self, tables: Mapping[Ranges, Table]) -> Iterator[Chunk]:
-        """What this rank wrote, each box by itself.
+        """What this rank wrote, each box as a chunk.
 
         Args:
             tables: as `tables_of` returns them.
@@ -190,7 +190,7 @@ class Manifest:
         nonce: identifies the attempt; manifests of different attempts never belong together.
         rank, ranks: this rank and all ranks of the save, as global ranks.
         aliases: other names of tied tensors.
-        small_files: what this rank saves beside its shards.
+        small_files: what this rank saves in addition to its shards.
         writer: who wrote it: versions, host, time.
         optimizer_names: a digest of the names in this rank's optimizers; None in old manifests.
     """
@@ -229,7 +229,7 @@ def marker_name(rank: int, num_ranks: int) -> str:
 
 
 def failed_name(rank: int) -> str:
-    """The file by which ``rank`` says that it gave up this attempt."""
+    """The file by which ``rank`` reports that it gave up this attempt."""
     return f"failed-{rank:05d}"
 
 

@@ -2,7 +2,8 @@
 
 Two lines of JSON, and numbers: offsets and checksums of all groups. The second line holds the
 checksum of these, so that a damaged manifest is detected too. Behind them are the values
-of the rank that are not tensors, with a checksum of their own: who commits does not read them.
+of the rank that are not tensors, with a separate checksum: the rank that commits does not read
+them.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def load(data: bytes, file: str) -> Manifest:
             f"{file}: format {str(kind)[:40]!r} version {str(version)[:40]}: this fsdp2 reads up "
             f"to version {VERSION}"
         )
-    # The checksum tells damage. An attacker's is right: so the kind of every value is checked.
+    # The checksum reveals damage. An attacker's is right: so the kind of every value is checked.
     return converted(check.what, lambda: _parsed(content, numbers, check))
 
 

@@ -1,6 +1,6 @@
-"""What a rank saves beside its shards: values that are not tensors, and tensors that only it has.
+"""What a rank saves next to its shards: values that are not tensors, and tensors that only it has.
 
-The values stand at the end of the rank's manifest; the tensors are a file of their own, as were the
+The values stand at the end of the rank's manifest. The tensors are in a separate file, as were the
 values in earlier releases.
 """
 
@@ -51,7 +51,7 @@ def read_small_file(folder: Path, marker: str, name: str, small: SmallFile) -> b
     """Read a small file, and compare its checksum.
 
     Args:
-        folder: that of the manifest, ``marker``.
+        folder: the folder of the manifest, ``marker``.
 
     Raises:
         CorruptCheckpoint: if it is missing, or not what was written.

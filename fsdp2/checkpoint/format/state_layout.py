@@ -1,9 +1,9 @@
 """How an optimizer's state is laid out, where that does not follow from the parameter.
 
-Most state has the parameter's shape and layout. For the rest, the layout is saved with it: numbers
+Most state has the parameter's shape and layout. For the rest, the layout is saved with it. Numbers
 for a whole parameter are plain in some optimizers (step counts) and DTensors in others (Adam-mini's
-mean of squares), and optimizers that step on whole parameters keep rows, columns and matrices of
-other shapes.
+mean of squares). Optimizers that step on whole parameters keep rows, columns and matrices of other
+shapes.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _placements(dims: Dims, shape: tuple[int, ...], param: DTensor) -> list[Plac
 
 
 def _cut_as(cut: Placement, dim: int | None, shape: tuple[int, ...], param: DTensor) -> Placement:
-    """The placement of state that is sharded on ``dim``; ``cut`` is that of its parameter."""
+    """The placement of state that is sharded on ``dim``; ``cut`` is its parameter's placement."""
     if dim is None:
         return Replicate()
     # Operators describe what they make of a parameter's rows by its own placement, which may cut

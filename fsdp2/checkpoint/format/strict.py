@@ -21,7 +21,7 @@ T = TypeVar("T")
 # the largest header is none of a real model; manifests and small state grow with ranks and blocks.
 MAX_INDEX_BYTES = 100_000_000
 MAX_SMALL_BYTES = 1 << 30
-MAX_OWN_BYTES = 64 << 30  # tensors of one rank, beside the manifests
+MAX_OWN_BYTES = 64 << 30  # tensors of one rank, next to the manifests
 # What data that is not as it should be raises in code that converts it.
 UNFIT = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -125,12 +125,12 @@ class Check:
 
 
 def small_limit(name: str) -> int:
-    """The largest size of a file beside the manifests, in bytes: for saving, too."""
+    """The largest size in bytes of a file next to the manifests; also for saving."""
     return MAX_OWN_BYTES if name.endswith(".safetensors") else MAX_SMALL_BYTES
 
 
 def is_file_name(name: str) -> bool:
-    """Whether ``name`` can only be that of a file in the folder at hand."""
+    """Whether ``name`` can only name a file in the folder at hand."""
     return (
         name not in ("", ".", "..")
         and os.path.basename(name) == name

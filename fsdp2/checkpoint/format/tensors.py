@@ -26,7 +26,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def describe(name: str, tensor: Tensor) -> TensorInfo:
-    """How a file describes the whole tensor, also that of a DTensor.
+    """How a file describes the whole tensor, for a DTensor too.
 
     Raises:
         CheckpointError: for dtypes and layouts that safetensors files cannot hold.
@@ -70,8 +70,8 @@ class LocalBytes:
         self._memory = {key: memory_of(t) for key, t in self._tensors.items() if on_host(t)}
         self._buffers = threading.local()
         if len(self._memory) < len(self._tensors) and torch.accelerator.is_available():
-            # The writer's threads copy on streams of their own, which do not wait for the streams
-            # of the optimizer and of the copies above.
+            # The writer's threads copy on separate streams, which do not wait for the streams of
+            # the optimizer and of the copies above.
             torch.accelerator.synchronize()
 
     def __call__(self, part: TensorPart, start: int, stop: int) -> memoryview:

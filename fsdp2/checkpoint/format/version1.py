@@ -1,7 +1,7 @@
 """Reads manifests of version 1, which earlier releases wrote: a row for each box of each tensor.
 
-Each manifest describes the tensors of its own rows, and the rank that led the save wrote the
-headers of all files, so manifests have these as text.
+Each manifest describes the tensors of its rows. The rank that led the save wrote the headers of all
+files, so manifests have these as text.
 """
 
 from __future__ import annotations

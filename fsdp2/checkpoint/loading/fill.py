@@ -38,7 +38,7 @@ STAGED_BYTES = 32 << 20  # with the buffers of the threads, less than 64 MiB
 
 @dataclass
 class Wanted:
-    """A tensor of this process that is to be filled from ``stored``.
+    """A tensor of this process to fill from ``stored``.
 
     Attributes:
         new: nothing refers to the tensor yet, so its values may be lost.
@@ -85,11 +85,11 @@ def fill(
         Whether checksums were compared.
 
     Raises:
-        CorruptCheckpoint: if a block is damaged. Nothing was changed, unless a note on the error
-            says otherwise.
+        CorruptCheckpoint: if a block is damaged. Nothing was changed, unless the error carries a
+            note to the contrary.
     """
     for each in wanted:
-        each.stored.extents_near(each.box)  # opens the files, all of which have to be there
+        each.stored.extents_near(each.box)  # opens the files: all must be there
     verified = verify_checksums and source.verifiable
     if verify_checksums and not verified:
         logger.info("%s was written without checksums: it cannot be verified", source.path)
@@ -109,8 +109,8 @@ def fill(
     before_change()
     # From here on the model changes.
     if torch.accelerator.is_available():
-        # Threads write to it on streams of their own. What is enqueued on others may still need the
-        # old values: a step, or the copies of an asynchronous save.
+        # Threads write to it on separate streams. Work enqueued on others may still need the old
+        # values: a step, or the copies of an asynchronous save.
         torch.accelerator.synchronize()
     for module in fsdp_modules(model) if model is not None else ():
         module.reshard()  # gathered parameters are about to be out of date
@@ -149,7 +149,7 @@ def _read_in_place(source: Source, held: Sequence[Wanted], read: Any) -> None:
 
 
 def check_meta(found: ModelTensors, model: nn.Module, to_be_filled: set[str]) -> bool:
-    """Whether there are tensors on the meta device, all of which will be filled.
+    """Whether there are tensors on the meta device; checks that all of them will be filled.
 
     Raises:
         CheckpointError: naming tensors on the meta device that the checkpoint does not fill.
@@ -216,8 +216,8 @@ def _real(tensor: Tensor, *, device: torch.device | str | None, usual: torch.dev
     own = device or (device_for(tensor) if isinstance(tensor, DTensor) else usual)
     local = local_of(tensor)
     if isinstance(tensor, DTensor) and type(local) is Tensor:
-        # Not ``empty_like`` of the DTensor, which takes three times as long; and not that of a
-        # meta tensor where it can be avoided, because torch computes its strides in Python.
+        # Not ``empty_like`` of the DTensor, which takes three times as long; nor of a meta tensor
+        # where it can be avoided, because torch computes its strides in Python.
         if local.is_contiguous():
             return laid_out_as(tensor, torch.empty(local.shape, dtype=local.dtype, device=own))
         return laid_out_as(tensor, torch.empty_like(local, device=own))

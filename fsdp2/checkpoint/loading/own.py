@@ -1,8 +1,8 @@
 """Opens a checkpoint of this package: by its index, or by the manifests of all ranks.
 
-The index says where the bytes of this rank are, and only the files that hold them are opened.
-Checkpoints of earlier releases have no index, nor have snapshots in memory: their manifests say the
-same together.
+The index locates the bytes of this rank, and only the files that hold them are opened. Checkpoints
+of earlier releases and snapshots in memory have no index: their manifests together hold the same
+information.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ def _open_by_index(source: Source, path: Path) -> None:
 
 @dataclass
 class Indexed(Stored):
-    """A tensor that the index locates. Finding what holds a box opens the files that do.
+    """A tensor that the index locates. Finding the files that hold a box opens them.
 
     Attributes:
-        checked: of all tensors, which boxes of which partitions were found to be covered.
+        checked: for all tensors, the boxes of partitions that were found to be covered.
     """
 
     source: Source = field(kw_only=True, repr=False)

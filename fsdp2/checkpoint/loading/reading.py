@@ -230,8 +230,8 @@ class _Small(NamedTuple):
 class _SmallTasks:
     """Collects small chunks in the order of their files, for tasks that read several.
 
-    A model of many small tensors has as many chunks. A task of its own costs each of them more
-    than to read it does: in Python, and because threads take turns for it.
+    A model of many small tensors has as many chunks. A task for each one would cost more than
+    reading it: Python takes time for a task, and threads take turns for it.
     """
 
     def __init__(self) -> None:

@@ -39,8 +39,8 @@ class LoadReport:
     Attributes:
         missing: names of the model that the checkpoint does not have (only with strict=False).
         unexpected: names of the checkpoint that the model does not have (only with strict=False).
-        verified: whether checksums were compared; no other library writes any.
-        bytes_read: from the disk or its cache, by this rank.
+        verified: whether checksums were compared; checkpoints of other libraries have none.
+        bytes_read: how many bytes this rank read, from the disk or its cache.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -345,7 +345,7 @@ class _StateReader:
     """Builds the state of one parameter; its tensors are filled later.
 
     Attributes:
-        entry: what was saved of that state besides tensors.
+        entry: what was saved of that state except tensors.
         own: tensors that only this rank had, if the same ranks load.
     """
 
@@ -455,10 +455,10 @@ def set_extra_state(model: nn.Module, extra_state: dict[str, Any], saved_as: Sav
 
 @contextmanager
 def passing_on(what: str) -> Iterator[None]:
-    """For code of others that is given what was saved: when all else is loaded already.
+    """Wraps code of others that gets saved state, after all else has been loaded.
 
     Raises:
-        CheckpointMismatch: if it does not accept it.
+        CheckpointMismatch: if that code does not accept the state.
     """
     try:
         yield

@@ -88,7 +88,7 @@ class Source:
         aliases: other names of tied tensors.
         ranks: those that saved; none if another library wrote it, without checksums.
         speakers: of ranks whose optimizers have the same parameters, the first.
-        small_files: of a rank, what it saved beside its shards.
+        small_files: what a rank saved in addition to its shards.
         index: what it was opened by, unless by manifests.
         manifests: by rank, if it was opened by them.
         fetch: for data files whose bytes are not in the folder, what brings them: it is given
@@ -208,7 +208,7 @@ class Source:
             )
         header = os.pread(self._fds[name], expected.header_bytes, 0)
         if hashlib.sha256(header).hexdigest() != expected.header_sha256:
-            self.read_header(name)  # says what is wrong with one that cannot be
+            self.read_header(name)  # raises what is wrong with a header that cannot be
             raise CorruptCheckpoint(
                 f"{self.path}/{name}: the header is not the one that was written"
             )
@@ -220,7 +220,7 @@ class Source:
         return parse_header(os.pread(fd, length, 8), size, shown)
 
     def small_file(self, rank: int, name: str) -> bytes:
-        """Read what a rank saved beside its shards, and compare its checksum."""
+        """Read what a rank saved in addition to its shards, and compare its checksum."""
         small = self.small_files(rank).get(name)
         if small is None:
             raise CorruptCheckpoint(f"{self.path}: rank {rank} saved no {name}")

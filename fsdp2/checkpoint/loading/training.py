@@ -48,11 +48,11 @@ class Loaded(LoadReport):
         step: the step that was loaded.
         extra: what this rank passed to `save` as ``extra``, or the first rank's if this rank did
             not take part.
-        extra_of_ranks: the ``extra`` of every rank that saved. Those of other ranks are read from
-            the checkpoint when they are asked for: while it is there.
-        unread: of "model", "optimizer" and "scheduler" those that were saved, and of which
-            something was not loaded because it was not passed: "optimizer" also if the state of a
-            parameter of this model is left out, since it is in no optimizer here.
+        extra_of_ranks: the ``extra`` of every rank that saved. Values of other ranks are read at
+            the first access, so the checkpoint must still exist then.
+        unread: which of "model", "optimizer" and "scheduler" were saved but not loaded in full,
+            because they were not passed. "optimizer" is also listed if a parameter of the model was
+            in an optimizer when saving, and is in none here.
         same_ranks: whether the number of ranks is the same as when saving. If not, random number
             generators are not restored, and buffers that differed between ranks take the first
             rank's values.
@@ -86,10 +86,10 @@ def load_training(
     """Load an open checkpoint of a training run; arguments as for `Checkpointer.load`.
 
     Args:
-        step: what the checkpoint is of.
+        step: the step of the checkpoint.
         rank, ranks: this rank and all that load.
-        before_change: called when all is checked, and all read that may be read before anything
-            changes.
+        before_change: called after all checks, and after all reads that are possible before the
+            first change.
     """
     loaded = Loaded(step=step)
     optimizers, schedulers = as_list(optimizer), as_list(scheduler)
@@ -162,7 +162,7 @@ def _unread(
     saved_as: SavedNames,
     load: OptimizerLoad | None,
 ) -> list[str]:
-    """Of "model" and "optimizer", those of which something saved is not loaded."""
+    """Which of "model" and "optimizer" were saved but are not loaded in full."""
     groups = [group for groups in merged.get("optimizers", ()) for group in groups]
     left = {name for group in groups for name in group["params"]}
     if found is None:
@@ -210,7 +210,7 @@ def _own_buffers(
 def _scheduler_states(source: Source, values: dict[str, Any], schedulers: list[Any]) -> list[Any]:
     """
     Raises:
-        CheckpointMismatch: if they are not as many as the schedulers to be loaded.
+        CheckpointMismatch: if their number differs from the number of schedulers to load.
     """
     what = f"{source.path}: the state of the schedulers"
     states = converted(what, lambda: [decode(state) for state in values.get("schedulers", [])])
@@ -223,10 +223,10 @@ def _scheduler_states(source: Source, values: dict[str, Any], schedulers: list[A
 
 
 class Extras(Mapping[int, Any]):
-    """What each rank passed to `save` as ``extra``, read when it is asked for.
+    """What each rank passed to `save` as ``extra``, read at the first access.
 
     Args:
-        values: the small state of ranks of which it was read already.
+        values: the small state of the ranks for which it has been read already.
     """
 
     def __init__(self, source: Source, values: dict[int, dict[str, Any]]) -> None:
@@ -245,8 +245,8 @@ class Extras(Mapping[int, Any]):
             with open_source(self._path) as source:
                 if source.index is None or source.index.nonce != self._nonce:
                     raise CheckpointError(
-                        f"{self._path} was saved again: the extra of rank {rank} is that of "
-                        "another save. Read it before that"
+                        f"{self._path} was saved again: the extra of rank {rank} belongs to "
+                        "another save. Read it before saving again"
                     )
                 self._known[rank] = self._decoded(rank, values_of_rank(source, rank))
         return self._known[rank]

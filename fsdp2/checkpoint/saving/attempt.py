@@ -118,7 +118,7 @@ class Attempt:
         """Write this rank's manifest; everything that it lists must be durable by now.
 
         Args:
-            values: those of the rank that are not tensors, which stand at its end.
+            values: the rank's values that are not tensors; they stand at the manifest's end.
         """
         name, data = marker_name(self.rank, len(self.ranks)), dump(manifest, values)
         with self.folder() as staging, self.disk.directory(FOLDER, staging) as folder:
@@ -461,8 +461,8 @@ def agreeing(manifests: Iterable[Manifest]) -> Iterator[Manifest]:
 def _check_all_written(
     tables: dict[tuple[Ranges, int], Table], written: dict[tuple[Ranges, int, Ranges], int]
 ) -> None:
-    """Compare with the sizes of tensors. (Each set of ranks writes all of its own: ranks without
-    knowledge of each other may hold the same tensor, in different files.)"""
+    """Compare with the sizes of tensors. (Each set of ranks writes all of its tensors: separate
+    sets may hold the same tensor, in different files.)"""
     left = {
         (ranks, kind_of(where), info.name): info.nbytes
         for (ranks, _), table in tables.items()
@@ -488,9 +488,10 @@ def _check_all_written(
 def sweep(disk: Disk, root: Path, *, grace_s: float, nonce: str = "") -> list[str]:
     """Remove staging folders in which nothing was written for ``grace_s`` seconds.
 
-    Those of attempts that were given up, which nobody can commit, sooner: at once, if they are of
-    an earlier start of this run, as torchrun ends all ranks before it starts them again. Else after
-    `GIVEN_UP_S`: other ranks may still be writing, and are to get the reason as their error.
+    Folders of attempts that were given up, which nobody can commit, go sooner. Those left by an
+    earlier start of this run go at once, as torchrun ends all ranks before it starts them again.
+    Others go after `GIVEN_UP_S`: their ranks may still be writing, and must get the reason as their
+    error.
 
     Ages are measured against a file that was just touched in the same folder: the clocks of other
     nodes and of the file system may differ from this node's.

@@ -110,7 +110,7 @@ def tensors_of(model: nn.Module) -> ModelTensors:
 
 
 def ranks_of_model(tensors: Iterable[Tensor], ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """The ranks that hold the same model as this one, as far as a rank can know.
+    """The ranks that hold the same model as this one, as far as this rank can tell.
 
     All ranks that share any DTensor with this one; without DTensors all of ``ranks``.
     """
@@ -261,7 +261,7 @@ class _StateOf:
         shared = value.ndim == 0 or (
             not isinstance(self.param, DTensor) and value.shape == self.param.shape
         )
-        if not isinstance(value, DTensor) and not shared:  # other ranks do not know it
+        if not isinstance(value, DTensor) and not shared:  # other ranks may lack it
             self.captured.own[full_name] = value
             return
         held = self.held_part(value, full_name, self.holding.ranks)
@@ -325,7 +325,7 @@ class OwnParts:
 
 
 def _layout_key(tensor: Tensor) -> tuple[object, ...]:
-    """What decides who holds which part, beside the shape, while the mesh is kept."""
+    """What decides, together with the shape, who holds which part, while the mesh is kept."""
     if not isinstance(tensor, DTensor):
         return ()
     placements = tensor.placements
@@ -354,7 +354,7 @@ def add_parts(captured: Captured, entries: Sequence[CapturedTensor], rank: int) 
         shares = known.get(id(held.boxes))
         if shares is None:
             shares = known[id(held.boxes)] = _Shares(held.boxes)
-        # The first rank's bytes, for those of all: each has to come to the same owners.
+        # The first rank's bytes, on all ranks: each has to find the same owners.
         nbytes = shares.first_box.numel * info.itemsize
         # If a buffer may differ between ranks, the first rank's goes into the model's file.
         owner = 0 if entry.per_rank else balance.owner(held, nbytes)

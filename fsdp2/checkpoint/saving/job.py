@@ -46,10 +46,10 @@ class SaveOptions:
     Attributes:
         layout: "shared", "per-rank" or "auto".
         max_file_bytes: of one file of whole tensors.
-        grace_s: leftovers of an attempt are removed after this many seconds without a write; those
-            of one that was given up after a minute at most.
+        grace_s: leftovers of an attempt are removed after this many seconds without a write, or
+            after a minute at most if the attempt was given up.
         num_threads: threads per rank that write.
-        files_per_host: into how many files of boxes the ranks of a host write together; None: see
+        files_per_host: how many files of boxes the ranks of a host write together; None: see
             `writers`.
     """
 
@@ -66,8 +66,8 @@ class SaveOptions:
             return
         if self.layout == "shared":
             raise ValueError(
-                "files_per_host is for the layouts 'per-rank' and 'auto': the files of layout "
-                "'shared' are those of the whole model"
+                "files_per_host is for the layouts 'per-rank' and 'auto': with layout 'shared', "
+                "all ranks write the files of the whole model"
             )
         num = ranks_of_host()
         if type(self.files_per_host) is not int or self.files_per_host < 1:
@@ -180,7 +180,7 @@ class SaveJob:
         self.attempt.commit()
 
     def _explain(self, error: OSError) -> None:
-        """Put into its message what was written, and how much there is room for."""
+        """Add the path, the bytes to save and the free space to the error's message."""
         error.filename = error.filename or str(self.attempt.root / self.attempt.name)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             with suppress(OSError):
@@ -203,10 +203,10 @@ def plan_of(captured: Captured, rank: int, ranks: tuple[int, ...], **options: An
 def write_small_files(
     disk: Disk, captured: Captured, rank: int, folder: int
 ) -> tuple[dict[str, SmallFile], bytes]:
-    """Write what a rank saves beside its shards.
+    """Write what a rank saves in addition to its shards.
 
     Returns:
-        What the manifest says of it, and the values that are not tensors: they are for its end.
+        The manifest's entries for it, and the values that are not tensors, for the manifest's end.
 
     Raises:
         CheckpointError: if it is more than can be loaded.
@@ -261,12 +261,12 @@ class _named:  # noqa: N801
 class SaveHandle:
     """A save that is in progress or done.
 
-    ``wait()`` returns when this rank's part is durable. Whether the checkpoint is *committed*
-    (every rank's part is durable, and it has its final name) is separate, since no rank waits for
-    another: see `wait_committed`.
+    ``wait()`` returns when this rank's part is durable; it does not wait for other ranks. The
+    checkpoint is *committed* when every rank's part is durable and the folder has its final name:
+    see `wait_committed`.
 
     Attributes:
-        step: the step being saved, if it is one.
+        step: the step being saved; None for weights alone.
         path: the checkpoint's final path.
     """
 
@@ -288,7 +288,7 @@ class SaveHandle:
                 after(self)
         except BaseException as error:
             self._error = error
-            # Where there was no room for its note, the store tells the others.
+            # Where there was no room for its note, the others learn of it from the store.
             with suppress(OSError):
                 if self._call is not None and self._job.rank in self._job.attempt.unfinished():
                     self._call.refuse(error)
@@ -310,7 +310,7 @@ class SaveHandle:
 
     @property
     def bytes_per_s(self) -> float:
-        """The rate of writing, up to now or to the end."""
+        """The mean rate at which this rank writes: up to now, or to the end if it is done."""
         seconds = (self._finished or time.monotonic()) - self._started
         return self.written_bytes / max(seconds, 1e-9)
 
@@ -324,8 +324,7 @@ class SaveHandle:
 
         Raises:
             TimeoutError: after ``timeout`` seconds.
-            OSError, CheckpointError: what went wrong while writing; such a save is never
-                committed.
+            OSError, CheckpointError: if writing failed; such a save is never committed.
         """
         if not self._done.wait(timeout):
             raise TimeoutError(f"{self.path} is not written yet after {timeout} s")
@@ -337,8 +336,8 @@ class SaveHandle:
     def committed(self) -> bool:
         """Whether the checkpoint is committed.
 
-        If all ranks' parts are durable and nobody has committed it, this rank does, unless it is
-        the turn of another.
+        If all ranks' parts are durable and no rank has committed the checkpoint yet, this call
+        does, unless it is another rank's turn.
         """
         return self.done and self._error is None and self._commit()
 
@@ -367,15 +366,15 @@ class SaveHandle:
             self._call.check_all_called(self._job.attempt, self._finished)
 
     def wait_committed(self, timeout: float | None = 600.0) -> SaveHandle:
-        """Wait until every rank's part is durable and the checkpoint has its name.
+        """Wait until every rank's part is durable and the checkpoint has its final name.
 
         Raises:
-            TimeoutError: after ``timeout`` seconds: a rank is slow, or died.
+            TimeoutError: after ``timeout`` seconds, because a rank is slow or has died.
             CheckpointError: if it will never be committed.
 
         Warns:
-            UserWarning: after half a minute in which only other ranks were waited for, naming
-                those that have not called save, or that have not finished writing.
+            UserWarning: after waiting half a minute for other ranks only; names the ranks that have
+                not called save or have not finished writing.
         """
         began = time.monotonic()
         self.wait(timeout)

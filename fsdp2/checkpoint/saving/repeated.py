@@ -63,7 +63,7 @@ class Repeated:
         form = _Form.of(present, about) if complete else None
         known = self._known
         if form is not None and known is not None and known.form.is_same(form):
-            known.form = form  # whose specs are likely to be those of the next save
+            known.form = form  # the next save probably has the same specs
             return known.again(present, found, optimizers, names)
         self._known = None
         captured = capture_found(found, optimizers, names, ranks, rank, rank_local)
@@ -175,7 +175,8 @@ class _Known:
 
     Attributes:
         parts, aliases, states, plans: as in `Captured`.
-        locals, own: the place among `_Present.tensors` of each tensor in those of `Captured`.
+        locals, own: for each tensor in these fields of `Captured`, its place in
+            `_Present.tensors`.
     """
 
     form: _Form

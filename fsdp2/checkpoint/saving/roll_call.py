@@ -1,4 +1,4 @@
-"""Which ranks have called a save: tells a slow rank from one that never calls.
+"""Which ranks have called a save: distinguishes a slow rank from one that never calls.
 
 A save communicates nothing, so a program that calls it on one rank only would not notice: that
 rank's part is written, and the checkpoint is never committed. So every call sets one key in the
@@ -123,7 +123,7 @@ class RollCall:
 
     def warn_once(self, waited_s: float, attempt: Attempt) -> None:
         """Warn, once, for which ranks this one waits, after `PATIENCE_S`."""
-        # Also for those that have called: nothing tells one that died from one that writes much.
+        # Also for those that have called: one that died looks like one that writes much.
         if not self.warned and waited_s > PATIENCE_S and (self.absent() or attempt.unfinished()):
             self.warned = True
             warnings.warn(

@@ -1,15 +1,15 @@
-"""Copies of a rank's tensors, so that training can go on while a thread writes them.
+"""Copies of a rank's tensors, so that training can continue while a thread writes them.
 
 A checkpoint holds the values at the moment of its save, whatever is done next: an optimizer's step,
 ``param.data.mul_()``, a kernel of the user's own. No hook sees all of these, so none is relied on.
-Tensors on a device are copied to the host on a stream of their own, and the stream on which the
-save was called *waits for these copies at once*: what it is given later runs behind them. The host
-does not wait, and no other stream does.
+Tensors on a device are copied to the host on a separate stream, and the stream on which the save
+was called *waits for these copies at once*: its later work runs behind them. The host does not
+wait, and no other stream does.
 
-Forward only reads, so it could run beside the copies, with a wait before the next optimizer step,
+Forward only reads, so it could run during the copies, with a wait before the next optimizer step,
 as in DataStates-LLM (Maurya et al., HPDC 2024). But any other write would then be silently wrong.
-What buys the same without a promise is memory: up to `max_device_bytes` of what is saved are copied
-on the device first, at the speed of its memory, and from there to the host while training goes on.
+Memory buys the same without a promise: up to `max_device_bytes` of the state are copied on the
+device first, at the speed of its memory, and from there to the host while training continues.
 
 That second copy is started by the thread that writes. So in the first save, this thread also
 page-locks the memory that it goes to. Memory for what is copied directly has to be there before the
@@ -43,8 +43,8 @@ Staged = Callable[[], Read]
 class Staging:
     """Host memory, page-locked for what is on a device, kept from save to save.
 
-    Where tensors go is kept as well, as long as what is saved has the same names, shapes and
-    dtypes, and as long as what one call copies still lies together.
+    The places of tensors are kept too, as long as their names, shapes and dtypes stay the same, and
+    the tensors that one call copies still lie together.
 
     Args:
         max_device_bytes: how much of what is on a device to copy there first.
@@ -110,7 +110,7 @@ class Staging:
         return staged
 
     def _fits(self, captured: Captured, tensors: dict[Key, Tensor]) -> bool:
-        """Whether all of it goes where that of the last save went."""
+        """Whether all tensors fit into the places that the last save used."""
         if captured.plans is not self._plans and _form_of(tensors) != self._form:
             return False
         values = list(tensors.values())
@@ -248,9 +248,9 @@ class _Run:
     """One copy: of a tensor, or of several behind each other in one storage, as shards of a unit.
 
     Attributes:
-        indices: of the tensors among those of the device.
-        distances: bytes from the beginning of the first to that of each.
-        nbytes: from there to the end of the last.
+        indices: of its tensors among the device's tensors.
+        distances: bytes from the beginning of the first tensor to the beginning of each.
+        nbytes: from the beginning of the first to the end of the last.
         start, into: where they go; None: not found yet.
     """
 

@@ -48,7 +48,7 @@ class Writers(NamedTuple):
     of_host: bool = False
 
     def group(self, members: Sequence[int], rank: int) -> Sequence[int]:
-        """Those of ``members``, which share tensors, that write one file with ``rank``."""
+        """The ``members``, which share tensors, that write one file with ``rank``."""
         if self.of_host:
             return [r for r in members if r // self.num == rank // self.num]
         first = members.index(rank) // self.num * self.num
@@ -101,10 +101,10 @@ class SavePlan:
         return sum(c.part.box.numel * c.part.tensor.itemsize for c in self.chunks)
 
     def recorded(self, checksums: Iterable[Iterable[int]]) -> tuple[SetOfFiles, ...]:
-        """What the manifest says of it.
+        """The sets of files as the manifest lists them.
 
         Args:
-            checksums: of each chunk those of its blocks.
+            checksums: of the blocks of each chunk.
         """
         alike: list[dict[object, list[tuple[PlannedChunk, Iterable[int]]]]]
         alike = [{} for _ in self.sets]
@@ -238,7 +238,7 @@ def _texts(files: dict[str, FilePlan]) -> dict[str, str]:
 def _files_of_boxes(
     parts: Sequence[TensorPart], rank: int, group: Sequence[int], ranks: tuple[int, ...]
 ) -> tuple[dict[str, FilePlan], Places]:
-    """Files with the boxes that the ranks of a group write, and where those of this rank are.
+    """Files with the boxes that the ranks of a group write, and where this rank's boxes are.
 
     Boxes of a single rank have the names of their tensors. In files of several ranks there is one
     entry for a rank and dtype, so that each rank writes in a row, and the header stays small.
@@ -355,9 +355,9 @@ class Writer:
         """Write and fsync everything; returns the checksums of each chunk.
 
         A file of its final size whose ranges were never written reads as valid zeros. So headers,
-        without which no reader accepts it, are written when the data is durable: those of files of
-        boxes here, and where several ranks write one, by each of them its share of the header;
-        those of files of whole tensors by the rank that commits.
+        without which no reader accepts it, are written when the data is durable. Headers of files
+        of boxes are written here, by each rank its share. The rank that commits writes the headers
+        of files of whole tensors.
         """
         sizes = {file: info.size for s in self.plan.sets for file, info in s.files.items()}
         pool = ThreadPoolExecutor(max_workers=self.num_threads)

@@ -80,7 +80,7 @@ def export(
         max_file_bytes: largest amount of data in one file; a larger tensor gets its own file.
         single: write one file, however large.
         verify: compare each tensor with its checksums, if there are any, before it is written.
-        with_optimizer: write the optimizer's tensors too, unconverted, to files of their own.
+        with_optimizer: write the optimizer's tensors too, unconverted, to separate files.
         on_bytes: called with the number of further bytes of the source that were written.
 
     Raises:

@@ -278,10 +278,10 @@ class Hardware:
 
 # Efficiency of multiplications: one number per kind of GPU, for all that a real step loses to the
 # data sheet (shapes, power limits). A100: calibrated on one
-# published row, GPT-175B on 128 GPUs with two sequences each (FSDP paper, 186 TFLOPS). H100: the
-# same part of what is achievable at best, which S. Bekman, Machine Learning Engineering, measured
-# as 267.9 of 312 TFLOPS (A100 SXM) and 794.5 of 989 (H100 SXM): 0.735 / 0.86 * 0.80 = 0.68. H100
-# limited to 500 W: calibrated on one row of torchtitan's. docs/planning.md has the other rows.
+# published figure, GPT-175B with two sequences per GPU (FSDP paper, section 5.4: 186 TFLOPS). H100:
+# the same part of what is achievable, which S. Bekman, Machine Learning Engineering, measured as
+# 267.9 of 312 TFLOPS (A100 SXM) and 794.5 of 989 (H100 SXM): 0.735 / 0.86 * 0.80 = 0.68. H100
+# limited to 500 W: calibrated on one row of torchtitan's. docs/planning/accuracy.md has the others.
 # Ranges of kernels: published training runs on H100s reached 0.45 to 0.55 of the data sheet with
 # software of 2023, compiled ones of 2026 reach 0.7; on A100s models of width 768 reached 0.51, and
 # of width 7168 0.71. B200 and MI300X: 0.7 to 1.1 is a guess, as nothing is calibrated. Links: that
@@ -369,8 +369,8 @@ PRESETS: dict[str, Hardware] = {
         _H100,
         # NVIDIA H200 data sheet: the compute of an H100, 141 GB with 4.8 TB/s.
         replace(_H100, name="h200", memory_bytes=141 * GB, memory_bandwidth=4800 * GB),
-        # torchtitan, docs/performance.md: 96 GB HBM2e with 2.4 TB/s, limited to 500 W, 400 Gb/s
-        # per GPU. Efficiency: calibrated on one row of it, Llama 3 8B on 8 GPUs, so it is known.
+        # torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: 96 GB HBM2e with 2.4 TB/s, limit
+        # of 500 W, 400 Gb/s per GPU. Efficiency: calibrated on its table 1, FSDP, so it is known.
         replace(
             _H100,
             name="h100-torchtitan",

@@ -40,7 +40,7 @@ class Kernels:
         ValueError: for an unknown device or attention kernel.
 
     Example:
-        >>> from fsdp2 import Kernels
+        >>> from fsdp2.planning import Kernels
         >>> Kernels(attention="math").attention
         'math'
     """
@@ -64,7 +64,7 @@ def kernels_of(kernels: Kernels | None, device_type: str) -> Kernels:
     if kernels is None:
         return Kernels(device="cpu" if device_type == "cpu" else "cuda")
     if not isinstance(kernels, Kernels):
-        raise TypeError(f"kernels must be fsdp2.Kernels or None, got {kernels!r}")
+        raise TypeError(f"kernels must be fsdp2.planning.Kernels or None, got {kernels!r}")
     return kernels
 
 

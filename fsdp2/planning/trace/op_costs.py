@@ -98,8 +98,8 @@ def register_cost(
         >>> import fsdp2
         >>> def scan_flops(x, gate, *, out):
         ...     return 3 * x.numel()
-        >>> fsdp2.register_cost("mamba::selective_scan", scan_flops)
-        >>> fsdp2.register_cost("mamba::pack_sequences")  # only moves bytes
+        >>> fsdp2.planning.register_cost("mamba::selective_scan", scan_flops)
+        >>> fsdp2.planning.register_cost("mamba::pack_sequences")  # only moves bytes
     """
     name = _name_of(operator)
     if name is None:

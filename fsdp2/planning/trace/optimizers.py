@@ -224,7 +224,7 @@ class StateOffload:
         TypeError: for a number that is no int.
 
     Example:
-        >>> from fsdp2 import StateOffload
+        >>> from fsdp2.planning import StateOffload
         >>> StateOffload(max_device_bytes=2 << 30).to
         'cpu'
     """

@@ -32,8 +32,8 @@ def without_cost(trace: StepTrace, unknown_costs: str = "error") -> list[str]:
         raise ValueError(
             f"Operators of unknown cost read and write {100 * share:.1f} % of the bytes of a step, "
             f"so its FLOPs and its time would be wrong:\n  {listed}\n"
-            f"Say what they cost, fsdp2.register_cost('{named[0][0]}', flops=...), also with 0 "
-            "FLOPs if they only move bytes; or go on with unknown_costs='list', which counts "
+            f"Register their costs: fsdp2.planning.register_cost('{named[0][0]}', flops=...), "
+            "with 0 FLOPs if they only move bytes. Or pass unknown_costs='list', which counts "
             "their bytes and no FLOPs"
         )
     return lines

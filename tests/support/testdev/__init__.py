@@ -2,7 +2,7 @@
 
 Its memory cannot be touched from the host, its streams are threads, its collectives are ordered by
 streams, and fresh and freed memory holds NaNs, so work that is not ordered by an event or a wait
-gives wrong numbers. What it is for, and what it cannot show, is in docs/streams.md.
+gives wrong numbers. What it is for, and what it cannot show, is in docs/developers/streams.md.
 
     >>> import testdev
     >>> testdev.start()
