@@ -71,7 +71,8 @@ def sources(records: list[dict[str, Any]]) -> list[str]:
         lines.setdefault(line, []).append(record["name"])
     if len(lines) == 1:
         return [f"{line}." for line in lines]
-    return [f"{', '.join(names)}: {line}.\\" for line, names in lines.items()]
+    found = [f"{', '.join(names)}: {line}." for line, names in lines.items()]
+    return [*(f"{line}\\" for line in found[:-1]), found[-1]]  # each on a line
 
 
 def figure_row(figure: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ from sphinx.pycode import ModuleAnalyzer
 
 import fsdp2
 
+PROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+REPOSITORY = PROJECT["urls"]["Homepage"]
+
 project = "fsdp2"
-copyright = "the authors of fsdp2"
+copyright = "the fsdp2 developers"
 version = release = fsdp2.__version__
 
 extensions = [
@@ -44,6 +48,8 @@ autodoc_typehints = "signature"
 # As written: a default such as MixedPrecisionPolicy() has a long repr, with addresses.
 autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
+# Longer ones have an argument per line.
+python_maximum_signature_line_length = 88
 add_module_names = False
 
 # Headings are the targets of links like profiling.md#the-picture, as on the pages of a repository.
@@ -57,6 +63,12 @@ html_favicon = "_static/logo.svg"
 copybutton_prompt_text = r"\$ |>>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 html_title = f"fsdp2 {release}"
+if "example.invalid" not in REPOSITORY:  # a release has its address: "view this page"
+    html_theme_options = {
+        "source_repository": REPOSITORY,
+        "source_branch": f"v{release}",
+        "source_directory": "docs/",
+    }
 html_copy_source = False
 html_show_sphinx = False
 linkcheck_timeout = 20
@@ -123,8 +135,12 @@ def shown_signature(
     return signature and signature.replace("<factory>", "..."), returned
 
 
-def with_anchors(app: Any, name: str, source: list[str]) -> None:
-    """Gives each message of troubleshooting.md an address of its own: ``#message-...``."""
+def for_the_site(app: Any, name: str, source: list[str]) -> None:
+    """What a page has on the site, and not where its Markdown is read.
+
+    Each message of troubleshooting.md has an address, ``#message-...``. A program before and after
+    a migration is shown in tabs.
+    """
 
     def row(found: re.Match[str]) -> str:
         slug = "-".join(re.findall(r"[a-z0-9]+", found[1].lower())[:8])
@@ -132,6 +148,13 @@ def with_anchors(app: Any, name: str, source: list[str]) -> None:
 
     if name == "troubleshooting":
         source[0] = re.sub(r"^\| `([^`]+)`", row, source[0], flags=re.MULTILINE)
+    if name.startswith("guides/from_"):
+        source[0] = re.sub(
+            r"^## (Before)\n\n(```python\n.*?^```\n)\n## (After)\n\n(```python\n.*?^```\n)",
+            r"::::{tab-set}\n:::{tab-item} \1\n\2:::\n:::{tab-item} \3\n\4:::\n::::\n",
+            source[0],
+            flags=re.MULTILINE | re.DOTALL,
+        )
 
 
 def without_overloads(analyze: Any) -> Any:
@@ -147,5 +170,5 @@ def without_overloads(analyze: Any) -> Any:
 def setup(app: Any) -> None:
     ModuleAnalyzer.analyze = without_overloads(ModuleAnalyzer.analyze)
     app.connect("missing-reference", resolve_elsewhere)
-    app.connect("source-read", with_anchors)
+    app.connect("source-read", for_the_site)
     app.connect("autodoc-process-signature", shown_signature)

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/huggingface.py SOURCE OUTPUT [STEPS]
 
-SOURCE is a folder of the hub, as `hf download` leaves it: config.json and safetensors files.
+SOURCE is a folder with config.json and safetensors files, as `hf download` creates it.
 """
 
 import sys
@@ -36,14 +36,14 @@ for layer in model.model.layers:
     fully_shard(layer, mp_policy=bf16)
 fully_shard(model, mp_policy=bf16)
 
-# No file holds the frequencies of rotary embeddings: they are computed. Then each rank reads the
-# bytes of its own shards. cast: the files may hold bfloat16.
+# materialize computes buffers that no file has, such as the frequencies of rotary embeddings. Then
+# each rank reads the bytes of its own shards. cast=True, because the files may hold bfloat16.
 materialize(model, parameters=False)
 load_model(model, source, cast=True)
 
 
 def batch_of(step: int) -> torch.Tensor:
-    """Token ids of shape (batch, length). Your data go here; each rank gets its own."""
+    """Token ids of shape (batch, length). Replace this with your data: different on each rank."""
     generator = torch.Generator().manual_seed(step * dist.get_world_size() + rank)
     start = torch.randint(config.vocab_size, (4, 1), generator=generator)
     return (start + torch.arange(16)) % config.vocab_size
@@ -61,7 +61,7 @@ for step in range(1, steps + 1):
     if rank == 0:
         print(f"step {step}: loss {loss.item():.3f}", flush=True)
 
-# Every rank writes its own bytes into ordinary files; what is small is added by one rank.
+# Every rank writes its own bytes to ordinary safetensors files. Rank 0 adds the small files.
 save_model(model, output)
 if rank == 0:
     config.save_pretrained(output)

@@ -2,10 +2,11 @@
 
     python examples/launch.py [--nproc-per-node N] script.py [options of the script]
 
-does what `torchrun --standalone --nproc-per-node N script.py ...` does. N defaults to the number of
-GPUs, or to 2 without GPUs. Two exits do not count as failures and print neither a report nor a
-traceback: Ctrl-C, after which the ranks may still finish their step and save (exit status 130), and
-a mistake in the options, which rank 0 reports in one line (exit status 2).
+is the same as `torchrun --standalone --nproc-per-node N script.py ...`. N defaults to the number of
+GPUs, or to 2 without GPUs. Two exits do not count as failures and print no traceback:
+
+- Ctrl-C (exit status 130): the ranks may still finish their step and save;
+- a mistake in the options (exit status 2): rank 0 reports it in one line.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     command = ["--standalone", "--nproc-per-node", str(num_ranks), given.script, *given.options]
     print("+ torchrun", shlex.join(command), flush=True)
-    # torchrun logs a failure and also raises it: once is enough.
+    # torchrun logs a failure and also raises it; once is enough.
     logging.disable(logging.ERROR)
     try:
         torchrun.main(command)

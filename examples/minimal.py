@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/minimal.py
 
-Uses one process per GPU over NCCL; without GPUs, processes on the CPU over gloo.
+The processes use one GPU each and NCCL. Without GPUs, they run on the CPU and use gloo.
 """
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from fsdp2 import clip_grad_norm_, fully_shard
 from fsdp2.checkpoint import Checkpointer, CheckpointNotFound
 
-# torchrun starts the ranks. Each joins the process group and takes its own device.
+# torchrun starts the ranks. Each rank joins the process group and uses its own device.
 use_cuda = torch.cuda.is_available()
 dist.init_process_group("nccl" if use_cuda else "gloo")
 device = torch.device("cuda", dist.get_node_local_rank()) if use_cuda else torch.device("cpu")
@@ -22,12 +22,12 @@ rank, num_ranks = dist.get_rank(), dist.get_world_size()
 
 
 def sharded_model() -> nn.Module:
-    torch.manual_seed(0)  # the same weights on every rank: each keeps its shard of them
+    torch.manual_seed(0)  # the same weights on every rank, which keeps its shard of them
     blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2)]
     model = nn.Sequential(*blocks, nn.Linear(64, 8)).to(device)
     for block in blocks:
         fully_shard(block)  # a block is gathered just before it runs and freed right after
-    return fully_shard(model)  # takes what is left: the last layer
+    return fully_shard(model)  # shards the rest: the last layer
 
 
 model = sharded_model()
@@ -38,7 +38,7 @@ try:  # an earlier run may have had any number of ranks
 except CheckpointNotFound:  # on all ranks or on none
     first = 0
 
-generator = torch.Generator().manual_seed(rank + first * num_ranks)  # each rank has its own data
+generator = torch.Generator().manual_seed(rank + first * num_ranks)  # different data on each rank
 for step in range(first + 1, first + 21):
     x = torch.randn(128, 64, generator=generator).to(device)
     loss = nn.functional.cross_entropy(model(x), x[:, :8].argmax(dim=1))

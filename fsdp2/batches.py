@@ -8,27 +8,27 @@ from math import isfinite
 
 
 def split_batch(global_batch: int, speeds: Sequence[float]) -> list[int]:
-    """Divide a batch among ranks so that the slowest of them ends as early as possible.
+    """Divide a batch among ranks so that the last rank finishes as early as possible.
 
-    Every sample goes to the rank that would end first with it. Each rank gets at least one: ranks
-    have to run the same number of forwards and backwards, also those that are slow.
+    Each sample goes to the rank that would finish it first. Each rank gets at least one sample,
+    since all ranks must run the same number of forwards and backwards.
 
-    With a mean loss over the rank's own samples, multiply it by ``sizes[rank] * len(sizes) /
-    global_batch`` before backward: the mean of gradients over ranks is then the gradient of the
+    If the loss is a mean over the rank's samples, multiply it by ``sizes[rank] * len(sizes) /
+    global_batch`` before backward. The mean of gradients over ranks is then the gradient of the
     mean over the whole batch.
 
     Args:
-        global_batch: number of samples of all ranks together.
-        speeds: of each data-parallel rank, in any unit: samples per second of equal steps, say.
-            The same on all ranks.
+        global_batch: total number of samples of all ranks.
+        speeds: the speed of each data-parallel rank in any unit, for example samples per second.
+            Must be equal on all ranks.
 
     Returns:
-        Samples of each rank; their sum is ``global_batch``. Equal speeds: sizes differ by one at
-        most, and the first ranks have the larger ones.
+        The number of samples of each rank; their sum is ``global_batch``. With equal speeds, sizes
+        differ by at most one, and the first ranks get the larger ones.
 
     Raises:
         TypeError: if ``global_batch`` is not an int.
-        ValueError: if there are fewer samples than ranks, no ranks, or a speed that is not
+        ValueError: if there are no ranks, or fewer samples than ranks; or for a speed that is not
             positive and finite.
 
     Example:

@@ -1,4 +1,4 @@
-"""Protocols for user-provided collectives and memory, as for `FSDPModule.set_custom_all_gather`."""
+"""Protocols for custom collectives and their memory; see `FSDPModule.set_custom_all_gather`."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import torch.distributed as dist
 
 
 class Comm(Protocol):
-    """What `AllGather` and `ReduceScatter` share."""
+    """The method that `AllGather` and `ReduceScatter` share."""
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """A buffer of shape ``size`` for the collective to work on; its contents do not matter.
+        """Return a buffer of shape ``size`` for the collective; its contents do not matter.
 
-        Called before every collective, on its stream. It may return memory again once nothing else
-        refers to it.
+        Called before every collective, on its stream. It may return the same memory again once
+        nothing else refers to it.
         """
         ...
 
 
 class AllGather(Comm, Protocol):
-    """An all-gather to use in place of the group's own. No base class is needed.
+    """An all-gather that replaces the process group's. No base class is needed.
 
     `FSDPModule.set_custom_all_gather` has an example.
     """
@@ -42,8 +42,8 @@ class AllGather(Comm, Protocol):
         """Gather ``input_tensor`` of every rank into ``output_tensor``.
 
         Args:
-            output_tensor: 1-D, from `allocate`, of ``group.size()`` times the input's elements.
-            input_tensor: 1-D; this rank's slice of ``output_tensor``: the gather is in place.
+            output_tensor: 1-D, from `allocate`, with ``group.size()`` times the input's elements.
+            input_tensor: 1-D, this rank's slice of ``output_tensor``: the gather is in place.
             group: the ranks to gather from.
             async_op: whether to return a Work at once.
         """
@@ -51,9 +51,9 @@ class AllGather(Comm, Protocol):
 
 
 class ReduceScatter(Comm, Protocol):
-    """A reduce-scatter to use in place of the group's own. No base class is needed.
+    """A reduce-scatter that replaces the process group's. No base class is needed.
 
-    `FSDPModule.set_custom_reduce_scatter` takes it.
+    Pass it to `FSDPModule.set_custom_reduce_scatter`.
     """
 
     def __call__(
@@ -68,7 +68,7 @@ class ReduceScatter(Comm, Protocol):
 
         Args:
             output_tensor: 1-D, from `allocate`.
-            input_tensor: 1-D, from `allocate`, of ``group.size()`` times the output's elements.
+            input_tensor: 1-D, from `allocate`, with ``group.size()`` times the output's elements.
             group: the ranks to reduce over.
             op: ``ReduceOp.AVG``; ``ReduceOp.SUM`` for float16, and for all dtypes after
                 ``set_force_sum_reduction_for_comms(True)``.

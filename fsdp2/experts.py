@@ -1,7 +1,7 @@
-"""Mixtures of experts: expert parameters on their own mesh, and routing tokens to them.
+"""Mixtures of experts: expert parameters on a separate mesh, and routing of tokens to them.
 
 The data-parallel ranks form a mesh with a dim for experts, here "ep". Along it, every rank keeps
-some of the experts and sends tokens to the others by all-to-all; along the other dims,
+some of the experts and sends tokens to the other ranks by all-to-all. Along the other dims,
 `fully_shard` shards (and replicates) the parameters of these experts. For eight ranks and eight
 experts, two per rank::
 
@@ -10,9 +10,8 @@ experts, two per rank::
                        efsdp 1      rank 4      rank 5      rank 6      rank 7
                        experts      0, 1        2, 3        4, 5        6, 7
 
-Tensor-parallel ranks are ranks of this mesh like others, with parts of the same batch.
-`shard_experts` shards the parameters; `TokenExchange` moves the tokens of one batch. Nothing else
-in this package knows about experts.
+Tensor-parallel ranks are part of this mesh too; they hold parts of the same batch.
+`shard_experts` shards the parameters, and `TokenExchange` moves the tokens of one batch.
 """
 
 from __future__ import annotations
@@ -54,40 +53,43 @@ def shard_experts(
 ) -> Any:
     """Keep this rank's experts of ``module``, sharded over the ranks that have the same experts.
 
-    Dim 0 of every parameter is the expert, for example (num_experts, in, out). It is split along
-    ``expert_dim`` of ``mesh`` like ``torch.chunk``, without communication; then `fully_shard` is
-    called with the other dims. Call this before `fully_shard` of the enclosing block.
+    Dim 0 of every parameter must be the expert, for example (num_experts, in, out). It is split
+    along ``expert_dim`` of ``mesh`` like ``torch.chunk``, without communication. Then
+    `fully_shard` is called with the other dims. Call this before `fully_shard` on the enclosing
+    block.
 
     Gradients are summed over all ranks that have an expert and divided by ``data_ranks``. Each
     expert sees the tokens of a whole row of the mesh, so this is the mean over all data-parallel
-    ranks, as for other parameters. Experts without tokens get zero gradients, and backward still
-    runs through them, so that all ranks make the same gathers and reductions. Forward must be
-    called on every rank, with zero rows if there are none.
+    ranks, as for other parameters.
 
-    The rest of a model may be tensor-parallel. Then ``mesh`` has the tensor-parallel ranks too, and
-    each of these sends its part of the tokens of their batch, so that none is computed twice.
-    ``data_ranks`` is then the number of tensor-parallel groups. Experts themselves are whole.
+    Call forward on every rank, with zero rows if there are no tokens. Experts without tokens get
+    zero gradients. Backward still runs through them, so all ranks make the same gathers and
+    reductions.
+
+    The rest of a model may be tensor-parallel. Then ``mesh`` includes the tensor-parallel ranks.
+    Each of them sends a part of the tokens of their batch, so no token is computed twice, and
+    ``data_ranks`` is the number of tensor-parallel groups. The experts are not tensor-parallel.
 
     Args:
-        module: the experts; ``forward`` sees parameters that are DTensors over ``expert_dim``,
-            and computes with `local_experts` of them.
-        mesh: all ranks that send tokens, with one dim named ``expert_dim``. One more dim: shard
-            over it; two more: replicate over the first, shard over the second. The data-parallel
-            mesh of the rest of the model need not be a slice of it.
+        module: the experts. In ``forward``, parameters are DTensors over ``expert_dim``; call
+            `local_experts` on them to compute.
+        mesh: all ranks that send tokens, with one dim named ``expert_dim``. With one more dim:
+            shard over it. With two more: replicate over the first, shard over the second. The
+            data-parallel mesh of the rest of the model need not be a slice of it.
         expert_dim: name of the dim over which experts are distributed.
-        data_ranks: over how many data-parallel ranks gradients are averaged: ``mesh.size()`` //
-            (tensor-parallel ranks) where these send parts of the tokens of one batch. None:
-            ``mesh.size()``, for ranks that each send all tokens of their batch.
-        options: passed on to `fully_shard`. Without ``shard_placement_fn``, parameters are
-            sharded on dim 0 if there are as many local experts as shards, else on dim 1.
+        data_ranks: number of data-parallel ranks over which gradients are averaged. If the ranks of
+            a tensor-parallel group send parts of one batch: ``mesh.size()`` divided by the ranks
+            per group. None: ``mesh.size()``, if each rank sends all tokens of its batch.
+        options: arguments of `fully_shard`. Without ``shard_placement_fn``, parameters are sharded
+            on dim 0 if there are at least as many local experts as shards, else on dim 1.
 
     Returns:
         ``module``.
 
     Raises:
-        ValueError: for a mesh without that dim or with too few or too many others, a number of
-            data-parallel ranks that does not divide its size, and parameters that do not have one
-            dim 0 in common, or are distributed already.
+        ValueError: for a mesh without ``expert_dim``, or with too few or too many other dims; for
+            ``data_ranks`` that does not divide the size of the mesh; for parameters with different
+            sizes of dim 0; or for parameters that are already distributed.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("efsdp", "ep"))
@@ -120,7 +122,7 @@ def shard_experts(
         return Shard(1 if num_local < num_shards and param.ndim > 1 else 0)
 
     options.setdefault("shard_placement_fn", place)
-    module.register_forward_hook(_connect_output, with_kwargs=True)  # before those of the unit
+    module.register_forward_hook(_connect_output, with_kwargs=True)  # before the unit's hooks
     fully_shard(module, mesh=mesh[others], **options)
     module.set_gradient_divide_factor(float(data_ranks))
     module.set_reduce_scatter_unused_params(True)
@@ -181,7 +183,7 @@ def _connect_output(module: nn.Module, args: Any, kwargs: Any, output: Any) -> A
 def local_experts(parameter: Tensor) -> Tensor:
     """This rank's experts: (num_local, ...) of a parameter (num_experts, ...), differentiable.
 
-    Returns all of them if `shard_experts` was not called.
+    Without `shard_experts`, returns all experts.
 
     Example:
         >>> def forward(self, rows, counts):
@@ -195,13 +197,13 @@ def local_experts(parameter: Tensor) -> Tensor:
 
 
 class PlannedRouting:
-    """Stands for the ranks of experts where a step is traced, which has shapes and no values.
+    """Stands for the ranks of experts in a traced step, which has shapes and no values.
 
-    Tokens are taken to be spread evenly over experts, and nothing is sent.
+    It assumes that tokens are spread evenly over experts, and sends nothing.
 
     Args:
-        ranks: over which experts are distributed.
-        record: called with the bytes of each exchange that a rank sends, to itself too.
+        ranks: number of ranks over which experts are distributed.
+        record: called with the bytes that a rank sends in each exchange, also to itself.
     """
 
     def __init__(self, ranks: int, record: Callable[[int], None]) -> None:
@@ -215,7 +217,7 @@ _planned: PlannedRouting | None = None
 
 @contextmanager
 def planned_routing(routing: PlannedRouting) -> Iterator[None]:
-    """Context in which every `TokenExchange` follows ``routing`` and not its mesh."""
+    """Context in which every `TokenExchange` uses ``routing`` and not its mesh."""
     global _planned
     before, _planned = _planned, routing
     try:
@@ -227,23 +229,23 @@ def planned_routing(routing: PlannedRouting) -> Iterator[None]:
 class TokenExchange:
     """Sends the tokens of one batch to the ranks of their experts, and the results back.
 
-    Construct it on all ranks of ``mesh``; this does a small all-to-all of counts. `dispatch` and
-    `combine` each do one all-to-all, and one more in backward. All ranks must call them, including
-    those that send or receive no tokens. No token is dropped or padded: a rank's memory grows with
-    the number of tokens that its experts get.
+    Construct it on all ranks of ``mesh``: this exchanges counts in a small all-to-all. `dispatch`
+    and `combine` each do one all-to-all, and another one in backward. All ranks must call them,
+    even if they send or receive no tokens. No token is dropped or padded: a rank's memory grows
+    with the number of tokens that its experts get.
 
-    The host must know the message sizes: on a GPU this costs one synchronization.
+    The host needs the message sizes. On a GPU, this costs one synchronization.
 
     Args:
         expert_ids: (num_tokens, choices per token) integers, 0 to ``num_experts`` - 1.
         num_experts: total over all ranks; distributed over ``mesh`` as by `shard_experts`.
-        mesh: 1-D, the ranks over which experts are distributed. None: this rank has all.
+        mesh: 1-D, the ranks over which experts are distributed. None: this rank has all experts.
 
     Attributes:
         counts: the number of rows for each expert of this rank.
 
     Raises:
-        ValueError: for a ``mesh`` of several dims, or ``expert_ids`` of another shape.
+        ValueError: for a ``mesh`` of several dims, or ``expert_ids`` that are not 2-D.
 
     Example:
         >>> exchange = TokenExchange(torch.tensor([[0], [1], [0]]), num_experts=2)
@@ -306,7 +308,7 @@ class TokenExchange:
         """Send tokens to their experts.
 
         Args:
-            tokens: (num_tokens, dim), any dtype that the backend supports.
+            tokens: (num_tokens, dim), of any dtype that the backend supports.
 
         Returns:
             (sum of ``counts``, dim): the rows for this rank's experts, grouped by expert.
@@ -324,7 +326,7 @@ class TokenExchange:
             weights: (num_tokens, choices per token); None: ones.
 
         Returns:
-            (num_tokens, dim): per token the weighted sum over its choices.
+            (num_tokens, dim): for each token, the weighted sum over its choices.
         """
         if self._rows is not None and torch.is_grad_enabled():
             # So that the backward of `dispatch` runs on every rank.

@@ -1,4 +1,4 @@
-"""Parts that hear of trees for a while: `watch_ranks`, profiles, the account of gradients."""
+"""Parts that follow trees temporarily: `watch_ranks`, profiles, the account of gradients."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .runtime.events import TreePart, registry
 
 @contextmanager
 def observing(kind: type[TreePart]) -> Iterator[None]:
-    """Context in which ``kind`` hears of trees, after all other parts: of those that have a runtime
-    already, and of those that get one inside."""
+    """Context in which ``kind`` follows all trees, after all other parts: trees that already have a
+    runtime, and trees that get one inside."""
     registry.tree_parts.append(kind)
     try:
         for runtime in list(registry.trees):

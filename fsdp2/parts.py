@@ -1,6 +1,6 @@
-"""The optional parts of the library that are on, in the order in which they are asked.
+"""The optional parts of the library that are active, in the order in which they are called.
 
-The kernel knows none of them: each registers itself where it is imported.
+The kernel depends on none of them: each registers itself when it is imported.
 """
 
 from torch import nn

@@ -15,33 +15,32 @@ from torch import nn
 class MixedPrecisionPolicy:
     """Dtypes for a module's computation, gradient reduction and outputs.
 
-    The sharded parameters keep their original dtype, and so does the optimizer step. The cast
-    happens on the shard, before the all-gather, so that the low-precision bytes travel.
+    Sharded parameters and the optimizer step keep the original dtype. The cast happens on the
+    shard, before the all-gather, so low-precision data is sent.
 
     Args:
-        param_dtype: dtype of the unsharded floating-point parameters and therefore of forward and
+        param_dtype: dtype of the unsharded floating-point parameters, and so of forward and
             backward. ``None`` keeps the original dtype. Integer and bool parameters are never
-            cast, nor is float8, unless ``param_dtype_override_fn`` asks for it.
-        reduce_dtype: dtype in which gradients are summed over ranks (complex parameters use their
-            own). With float16, part of the division happens before the sum. ``None`` means the
-            dtype of the sharded parameters, whatever the compute dtype (as in torch since 2.15;
-            before that, the compute dtype). On backends where this library does the summing
-            itself (gloo), low-precision sums are accumulated in float32, and a wider
-            ``reduce_dtype`` does not increase traffic: the low-precision gradients are sent and
-            widened before they are added. With gradient sync turned off, gradients accumulate in
-            this dtype.
-        output_dtype: dtype to cast the floating-point outputs of forward to; ``None`` leaves them.
-        cast_forward_inputs: whether floating-point inputs of forward are cast to ``param_dtype``.
+            cast. float8 is cast only if ``param_dtype_override_fn`` returns ``param_dtype``.
+        reduce_dtype: dtype in which gradients are summed over ranks (gradients of complex
+            parameters keep their dtype). With float16, part of the division happens before the
+            sum. ``None`` means the dtype of the sharded parameters, as in torch since 2.15
+            (before, torch used the compute dtype). On gloo, where this library does the sums,
+            low-precision gradients are sent as they are and accumulated in float32. A wider
+            ``reduce_dtype`` then does not increase traffic. Without gradient sync, gradients
+            accumulate in this dtype.
+        output_dtype: dtype of floating-point outputs of forward. ``None`` leaves them unchanged.
+        cast_forward_inputs: whether to cast floating-point inputs of forward to ``param_dtype``.
         param_dtype_override_fn: called once with each parameter when `fully_shard` takes it.
-            Returns the parameter's own dtype to compute with it uncast, or ``param_dtype`` or
-            None to follow ``param_dtype``. It must return the same on every rank. Inputs are
-            still cast to ``param_dtype``. Keyword-only.
-        cast_frozen_params: whether parameters that are frozen when `fully_shard` is called are
-            also stored in ``param_dtype``: nothing updates them, so they do not need the extra
-            precision. ``state_dict`` then has that dtype. Not in torch.
+            Return the parameter's dtype to compute with it uncast; return ``param_dtype`` or None
+            to follow ``param_dtype``. The result must be equal on all ranks. Inputs are still cast
+            to ``param_dtype``. Keyword-only.
+        cast_frozen_params: whether to also store parameters in ``param_dtype`` that are frozen
+            when `fully_shard` is called. Nothing updates them, so they do not need the extra
+            precision. ``state_dict`` then has that dtype. torch does not have this argument.
 
     Raises:
-        TypeError: if a value is not a dtype, or not a floating-point one.
+        TypeError: if a dtype argument is not a floating-point or complex ``torch.dtype``.
 
     Example:
         >>> bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -56,7 +55,7 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
-    # Keyword-only, as in torch. It came after `cast_frozen_params`, which by that stays the fifth
+    # Keyword-only, as in torch. So `cast_frozen_params`, which existed before, stays the fifth
     # positional argument.
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
         default=None, kw_only=True
@@ -78,9 +77,8 @@ def check_dtypes(policy: MixedPrecisionPolicy) -> None:
     if not all(hasattr(policy, name) for name in (*dtypes, "cast_forward_inputs")):
         raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, got {policy!r}")
     for name in dtypes:
-        # torch's class checks nothing when it is made, so `fully_shard` calls this for both: a
-        # wrong value would show as an error of a cast in the first forward, far from where it was
-        # set.
+        # torch's class checks nothing when it is made, so `fully_shard` calls this for both.
+        # Otherwise a wrong value would only fail at a cast in the first forward.
         value = getattr(policy, name)
         if value is None:
             continue
@@ -118,8 +116,8 @@ def param_dtype_of(policy: MixedPrecisionPolicy, param: nn.Parameter) -> torch.d
 
 def compute_dtype(dtype: torch.dtype, param_dtype: torch.dtype | None) -> torch.dtype:
     """The dtype of the unsharded form of a parameter of ``dtype``."""
-    # Neither integers, which are indices or quantized values, nor complex numbers, which a real
-    # dtype would cut to their real part, count as floating point here.
+    # Not for integers, which are indices or quantized values, and not for complex numbers, which a
+    # real dtype would cut to their real part.
     return param_dtype if param_dtype is not None and dtype.is_floating_point else dtype
 
 
@@ -133,14 +131,14 @@ def sum_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dty
 
 def wire_dtype(compute_dtype: torch.dtype, reduce_dtype: torch.dtype) -> torch.dtype:
     """The dtype in which an exchange sends the gradients of one backward."""
-    # The receiver widens what it adds, so to widen before sending would only send more bytes. This
-    # follows from settings and never from the gradient at hand: the receiver allocates by it, and
-    # autograd makes some gradients of low-precision weights in float32 (norms on the CPU).
+    # The receiver widens the terms of its sums, so widening before sending would only send more
+    # bytes. The dtype depends on settings and never on the gradient: the receiver allocates by it,
+    # and autograd makes some gradients of low-precision weights in float32 (norms on the CPU).
     return compute_dtype if compute_dtype.itemsize < reduce_dtype.itemsize else reduce_dtype
 
 
 class WirePolicy:
-    """Another form of what is sent, for a part of the library to make: the base of `CommPolicy`."""
+    """The base of `CommPolicy`; a part of the library compresses messages as it requires."""
 
 
 def check_comm_policy(policy: object) -> None:
@@ -158,12 +156,12 @@ class OffloadPolicy:
 class CPUOffloadPolicy(OffloadPolicy):
     """Sharded parameters, gradients and therefore optimizer state live in host memory.
 
-    Shards are copied to the device before each all-gather, and reduced gradients back to the
-    host during backward; the optimizer step runs on the CPU.
+    Shards are copied to the device before each all-gather, and reduced gradients are copied back
+    to the host during backward. The optimizer step runs on the CPU.
 
     Args:
         pin_memory: whether to page-lock the host memory, so that copies overlap with compute.
-            Has no effect on machines without an accelerator, where nothing can be pinned.
+            Without an accelerator, nothing can be pinned, and this has no effect.
 
     Example:
         >>> fully_shard(model, offload_policy=CPUOffloadPolicy())
@@ -173,7 +171,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 
 def adopt_offload_policy(policy: object) -> OffloadPolicy:
-    """``policy`` as one of ours: torch's of the same names are converted, None is the default.
+    """Convert ``policy`` to our classes: torch's of the same names, or None for the default.
 
     Raises:
         TypeError: if it is something else.
@@ -196,14 +194,14 @@ def adopt_offload_policy(policy: object) -> OffloadPolicy:
 
 @dataclass
 class DataParallelMeshDims:
-    """Names the data-parallel dims of a mesh that has other dims as well.
+    """Names the data-parallel dims of a mesh that also has other dims.
 
     Args:
-        shard: name of the mesh dim to shard over, or names of several to flatten into one.
+        shard: name of the mesh dim to shard over, or names of several dims to flatten into one.
         replicate: name of the mesh dim to replicate over, or names of several, as for ``shard``.
 
     Raises:
-        ValueError: when neither is given.
+        ValueError: if neither is given.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (2, 4, 8), mesh_dim_names=("rep", "shard", "tp"))
@@ -232,13 +230,14 @@ class DataParallelMeshDims:
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """What a ``shard_placement_fn`` may return: where to shard, and over which mesh.
+    """A placement and a mesh for one parameter, as the result of a ``shard_placement_fn``.
 
     Args:
         placement: ``Shard(dim)``; None: ``Shard(0)``.
-        mesh: the mesh for this parameter, 1-D or 2-D as for `fully_shard`; None: the one given to
-            `fully_shard`. The parameter is gathered and its gradient averaged over its ranks.
-        mesh_info: the same in the form of torch's type of this name: any object with a ``mesh``.
+        mesh: the mesh for this parameter, 1-D or 2-D as for `fully_shard`. The parameter is
+            gathered over its ranks, and its gradient is averaged over them. None: the mesh given to
+            `fully_shard`.
+        mesh_info: the mesh in torch's form: any object with a ``mesh`` attribute.
 
     Example:
         >>> def place(param):

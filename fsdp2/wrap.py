@@ -1,9 +1,9 @@
-"""Which modules of a model become units: policies by class, size, name, function and structure.
+"""Policies that choose the units of a model: by class, size, name, function and structure.
 
-A *unit* is what one call of `fully_shard` makes: the parameters of a module, or of a group of
-modules, that are gathered and reduced together. A policy looks at a model and names the modules;
-`units_of` turns that into units with their parameters, as `fully_shard` called bottom-up would
-distribute them. Nothing here changes a model or communicates; the model may be on the meta device.
+One call of `fully_shard` makes a *unit*: the parameters of a module, or of a group of modules, that
+are gathered and reduced together. A policy takes a model and returns names of modules. `units_of`
+returns the resulting units with their parameters, as bottom-up calls of `fully_shard` would make
+them. Nothing here changes a model or communicates, and the model may be on the meta device.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class UnitDescription:
 
     Attributes:
         modules: qualified names of its modules; ``("",)`` is the model itself.
-        params: qualified names of its parameters in the order of the model, each under the first
-            of its names.
+        params: qualified names of its parameters in the order of the model; the first name of a
+            tied parameter.
         is_root: whether it is the unit of the model itself, which takes the remaining parameters.
     """
 
@@ -55,25 +55,24 @@ class UnitDescription:
 def units_of(
     model: nn.Module, wrap: Any = "auto", *, ignored_params: Collection[nn.Parameter] = ()
 ) -> list[UnitDescription]:
-    """Return the units that ``wrap`` divides ``model`` into; the model is not changed.
+    """Return the units into which ``wrap`` divides ``model``; the model is not changed.
 
     Args:
-        model: not sharded yet; may be on the meta device.
+        model: a model that is not sharded yet; may be on the meta device.
         wrap: ``"auto"`` (see `auto`); ``"root"`` or None for one unit; a module class, or
             ``"class:Block,Embedding"``; ``"size:32MiB"`` (see `by_size`); a pattern of names; a
-            function that takes the model and returns names; or a list of these, in which a tuple
+            function that takes the model and returns names; or a list of these. In a list, a tuple
             of names is one unit of several modules.
         ignored_params: parameters that belong to no unit.
 
     Returns:
-        The units, each before those that enclose it, the root last: the order in which to call
-        `fully_shard`. A parameter that is tied across units belongs to the innermost unit that
-        contains all modules that hold it. Units without parameters, other than the root, are left
-        out.
+        The units in the order in which to call `fully_shard`: each before the units that enclose
+        it, the root last. A parameter that is tied across units belongs to the innermost unit that
+        contains all modules that hold it. Units without parameters are left out, except the root.
 
     Raises:
-        ValueError: if a name matches no module, a module would be in two units or cannot be one,
-            or the model is already sharded.
+        ValueError: if a name matches no module; if a module would be in two units, or cannot be a
+            unit; or if the model is already sharded.
         TypeError: for any other kind of ``wrap``.
 
     Example:
@@ -168,7 +167,7 @@ def by_class(*classes: type[nn.Module] | str) -> WrapPolicy:
 
     Raises:
         TypeError: for anything else.
-        ValueError: (the policy) if the model has no such module.
+        ValueError: from the policy, if the model has no such module.
 
     Example:
         >>> shard_model(model, wrap=by_class(TransformerBlock, nn.Embedding))
@@ -198,12 +197,12 @@ def by_name(*patterns: str | tuple[str, ...]) -> WrapPolicy:
     """Make the modules with these names units.
 
     Args:
-        patterns: qualified names, whose parts between dots may have the wildcards ``*``, ``?`` and
-            ``[...]``: ``"layers.*"`` is every layer, but no module inside a layer. A tuple of
+        patterns: qualified names. The parts between dots may have the wildcards ``*``, ``?`` and
+            ``[...]``: ``"layers.*"`` matches every layer, but no module inside a layer. A tuple of
             patterns is one unit.
 
     Raises:
-        ValueError: (the policy) if a pattern matches nothing.
+        ValueError: from the policy, if a pattern matches nothing.
 
     Example:
         >>> shard_model(model, wrap=by_name("embedding", "layers.*", ("norm", "head")))
@@ -238,17 +237,17 @@ def by_function(chosen: Callable[[str, nn.Module], bool]) -> WrapPolicy:
 def by_size(min_numel: int | None = None, *, min_bytes: int | None = None) -> WrapPolicy:
     """Make the smallest units that have at least this many elements or bytes.
 
-    Greedy and bottom-up: a module becomes a unit if the parameters that its inner units left are
-    large enough; otherwise they go to the enclosing unit. ``nn.MultiheadAttention``, which uses
-    weights of its inner modules without calling them, is not split. This is the rule of
-    ``size_based_auto_wrap_policy`` of torch's first FSDP.
+    The policy is greedy and works bottom-up. A module becomes a unit if it is large enough without
+    the parameters of its inner units; otherwise its parameters go to the enclosing unit.
+    ``nn.MultiheadAttention`` is not split, as it uses weights of its inner modules without calling
+    them. ``size_based_auto_wrap_policy`` of torch's first FSDP has the same rule.
 
     Args:
-        min_numel: number of elements; or
-        min_bytes: bytes of the parameters as they are stored.
+        min_numel: minimum number of elements.
+        min_bytes: minimum bytes of the parameters, in their stored dtype.
 
     Raises:
-        ValueError: unless one of the two is given, and positive.
+        ValueError: unless exactly one of the two is given, and positive.
 
     Example:
         >>> shard_model(model, wrap=by_size(min_bytes=32 * 2**20))
@@ -293,19 +292,21 @@ def by_size(min_numel: int | None = None, *, min_bytes: int | None = None) -> Wr
 def auto(min_bytes: int | None = None) -> WrapPolicy:
     """Choose units by repeated structure and size, as one would by hand for common models.
 
-    - The *blocks*: elements of the same class in a ModuleList, ModuleDict or Sequential. If their
-      structure differs and they consist of blocks themselves (stages of a network), the inner
-      blocks are used instead; the experts inside a layer are not. Layers without inner modules
-      count too if they are large enough.
-    - Every embedding outside the blocks.
-    - The modules after the last block (norm and head) as one unit, as in torchtitan.
-    - Other parts outside the blocks that are larger than the largest block.
+    The units are:
 
-    The root takes the rest, parts smaller than ``min_bytes``, and tied parameters. It frees an
+    - the *blocks*: elements of the same class in a ModuleList, ModuleDict or Sequential. If their
+      structure differs and they consist of blocks (stages of a network), the inner blocks are used
+      instead, but not the experts inside a layer. Layers without inner modules count too if they
+      are large enough;
+    - every embedding outside the blocks;
+    - the modules after the last block (norm and head) as one unit, as in torchtitan;
+    - other parts outside the blocks that are larger than the largest block.
+
+    The root takes the rest: parts smaller than ``min_bytes``, and tied parameters. It frees an
     embedding or head early if backward does not need it, and reduces its gradient early.
 
     Args:
-        min_bytes: minimum size of a unit's own parameters. None: 1 MiB, or 1/128 of a small model.
+        min_bytes: minimum size of a unit's parameters. None: 1 MiB, or 1/128 of a small model.
 
     Example:
         >>> shard_model(model, wrap="auto")
@@ -509,7 +510,7 @@ def _check_shared(modules: dict[str, nn.Module], groups: list[Group]) -> None:
             both = " and ".join(", ".join(n or "(root)" for n in each) for each in (other, group))
             raise ValueError(
                 f"Module '{names[module]}' is part of two units, {both}: make it a unit by "
-                "itself, with its name in the list for wrap"
+                "adding its name to the list for wrap"
             )
         for child in module.children():
             if child not in tops:
@@ -521,7 +522,7 @@ def _check_shared(modules: dict[str, nn.Module], groups: list[Group]) -> None:
 
 
 def _in_call_order(model: nn.Module, groups: list[Group]) -> list[Group]:
-    """Each unit before those that enclose it, ordered by the last of its modules to finish."""
+    """Each unit before the units that enclose it, ordered by the last of its modules to finish."""
     ends: dict[str, int] = {}
     names = {module: name for name, module in model.named_modules()}
 

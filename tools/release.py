@@ -76,7 +76,8 @@ def prepare(tree: Path, url: str, today: str) -> str:
     changelog.write_text(absolute(released, f"{url}/blob/v{version}"))
 
     for name in ("pyproject.toml", "README.md", "docs/index.md"):
-        (tree / name).write_text((tree / name).read_text().replace(PLACEHOLDER, url))
+        text = (tree / name).read_text().replace("alpha, not released.", "alpha.")
+        (tree / name).write_text(text.replace(PLACEHOLDER, url))
     readme = tree / "README.md"
     readme.write_text(absolute(readme.read_text(), f"{url}/blob/v{version}"))
     return version

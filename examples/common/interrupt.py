@@ -1,9 +1,9 @@
-"""Ctrl-C and SIGUSR1 as requests to save and stop. Importing this module makes them so.
+"""Handle Ctrl-C and SIGUSR1 as requests to save and stop, as soon as this module is imported.
 
-SIGUSR1 is what a batch system can send before a job's time is up (see clusters/slurm.sbatch).
+A batch system can send SIGUSR1 before a job's time is up (see clusters/slurm.sbatch).
 
-The module is imported before torch, whose import takes seconds, so that at no moment a signal ends
-a rank in the middle of something.
+Import this module before torch. The import of torch takes seconds, in which a signal would end the
+rank.
 """
 
 from __future__ import annotations

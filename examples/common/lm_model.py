@@ -1,4 +1,4 @@
-"""A Llama-like byte-level language model in plain PyTorch: nothing here knows about sharding.
+"""A Llama-like byte-level language model in plain PyTorch, without any code for sharding.
 
 RMSNorm before each layer, rotary position embedding, causal attention, SwiGLU, no biases.
 The vocabulary is the 256 byte values, so there is no tokenizer.
@@ -31,8 +31,9 @@ class ModelConfig:
 def rotary_table(length: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary embedding, each (length, head_dim / 2), in fp32.
 
-    Computed anew: a buffer made on the meta device would hold garbage after `to_empty`, and a
-    cache in Python would keep a tensor of the trace, where a step is traced (`--graph`).
+    They are computed in each forward. A buffer created on the meta device would hold garbage after
+    `to_empty`, and a cache in Python would keep a tensor of the trace if the step is traced
+    (`--graph`).
     """
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
     angles = torch.outer(torch.arange(length, device=device).float(), 10_000.0**-exponents)
@@ -93,8 +94,8 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Inside the block's own forward, so that the hooks of `fully_shard`, which sit around it,
-        # gather the parameters once for recomputation and backward together.
+        # Inside the block's forward. The hooks of `fully_shard` run around it, so the parameters
+        # are gathered once for recomputation and backward together.
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._layers, x, use_reentrant=False)
         return self._layers(x)
@@ -105,7 +106,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Bytes in, logits for the next byte out: (batch, length) int64 to (batch, length, 256)."""
+    """Maps bytes, (batch, length) int64, to logits of the next byte, (batch, length, 256)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -123,10 +124,10 @@ class LanguageModel(nn.Module):
 
 
 def init_std(name: str, config: ModelConfig) -> float | None:
-    """Standard deviation of the normal distribution to start parameter `name` from; None: ones.
+    """Standard deviation of the initial values of parameter `name`; None: the values are ones.
 
-    The two projections that write into the residual stream start smaller, as in GPT-2, so that
-    the stream's size does not grow with depth.
+    The two projections that write to the residual stream start smaller, as in GPT-2, so that the
+    stream does not grow with depth.
     """
     if "norm" in name:
         return None

@@ -28,12 +28,11 @@ except ImportError:
 
 
 class Numbers:
-    """Shares a few numbers of every rank with all: losses, sizes, requests to stop.
+    """Shares a few numbers of every rank with all ranks: losses, sizes, requests to stop.
 
-    They go over a gloo group of their own. On GPUs they stay out of the way of the gradients. On
-    the CPU, ending this group ends its threads, where those of a group in a device mesh live on
-    in torch's caches; a thread that still holds tensors of the last collective when Python ends
-    would abort the process.
+    The numbers use a separate gloo group, so on GPUs they do not delay gradients. On the CPU, the
+    end of this group ends its threads. The threads of a group in a device mesh live on in torch's
+    caches, and a thread that still holds tensors when Python ends would abort the process.
     """
 
     def __init__(self) -> None:
@@ -48,7 +47,7 @@ class Numbers:
 
 
 class Progress:
-    """A progress bar on rank 0, or a line every ten seconds where tqdm is not installed."""
+    """A progress bar on rank 0, or a line every ten seconds if tqdm is not installed."""
 
     def __init__(
         self, *, first_step: int, last_step: int, units_per_step: int, unit: str = "tokens"
@@ -73,7 +72,7 @@ class Progress:
         )
 
     def update(self, step: int, *, loss: float, memory_bytes: float) -> None:
-        """Show the state after `step`; `memory_bytes`: the largest of any rank."""
+        """Show the state after `step`; `memory_bytes`: the maximum over ranks."""
         now = time.perf_counter()
         step_s, self._step_began = now - self._step_began, now
         # A running mean, because single step times vary too much to read.
@@ -95,12 +94,12 @@ class Progress:
 
 
 class Rows:
-    """A file with a JSON object in each line. What does not fit on a full disk is tried again.
+    """A file with a JSON object in each line. Rows that do not fit on a full disk are retried.
 
     Args:
-        keep: which of the rows that are there stay. The file is cut off at the first that does not,
-            or that has no end, as a process leaves it that is killed while it writes.
-        unwritten: of an earlier start, for which there was no room.
+        keep: whether an existing row stays. The file is truncated at the first row that does not
+            stay or is incomplete, because a process was killed while it wrote.
+        unwritten: rows that an earlier start could not write.
     """
 
     def __init__(
@@ -117,20 +116,20 @@ class Rows:
                 if not line.endswith("\n") or not keep(json.loads(line)):
                     break
                 kept.append(line.rstrip("\n"))
-            # In place, which needs no room, and is done or not if this start is killed too.
+            # In place: this needs no room, and is done either completely or not at all.
             os.truncate(path, sum(len(line) + 1 for line in kept))
         self.unwritten = [line for line in unwritten if line not in kept]
         self._file: Any = None
-        self._begun = 0  # bytes of the first of them that are written
+        self._begun = 0  # number of bytes of the first one that are written
         self._told = False
 
     def add(self, **row: Any) -> None:
-        """Write a row, and those before it for which there was no room."""
+        """Write a row, after earlier rows that could not be written."""
         self.unwritten.append(json.dumps(row))
         self.flush()
 
     def flush(self) -> None:
-        """Try again what is not written."""
+        """Retry the rows that are not written."""
         try:
             if self._file is None:
                 self._file = self.path.open("ab", buffering=0)
@@ -142,7 +141,7 @@ class Rows:
                 self._begun, self._told = 0, False
         except OSError as error:
             if not self._told:
-                print(f"{self.path}: {error.strerror}; tried again later", flush=True)
+                print(f"{self.path}: {error.strerror}; will try again later", flush=True)
             self._told = True
 
     def close(self) -> None:
@@ -151,9 +150,9 @@ class Rows:
 
 
 class LossLog:
-    """losses.jsonl: one line per step, with every digit, written by rank 0.
+    """losses.jsonl: one line per step, with all digits, written by rank 0.
 
-    The steps after ``first_step``, from which this run resumes, will be repeated.
+    The run resumes after ``first_step`` and repeats later steps, so their lines are removed.
     """
 
     def __init__(self, out: Path, *, first_step: int, unwritten: Sequence[str] = ()) -> None:
@@ -169,7 +168,7 @@ class LossLog:
 
     @property
     def unwritten(self) -> list[str]:
-        """The rows for which there is no room yet."""
+        """The rows that could not be written yet."""
         return [] if self._rows is None else list(self._rows.unwritten)
 
     def write(self, step: int, **values: float) -> None:
@@ -185,7 +184,7 @@ class LossLog:
 def read_losses(path: Path) -> list[dict[str, Any]]:
     """The rows of a loss log; none if there is no log.
 
-    A line without its end is of a process that was killed while it wrote, and is left out.
+    An incomplete line is left out: a process was killed while it wrote the line.
     """
     if not path.exists():
         return []
@@ -194,7 +193,7 @@ def read_losses(path: Path) -> list[dict[str, Any]]:
 
 
 def memory_in_use(device: torch.device) -> float:
-    """Bytes that this process holds: its peak on the GPU, its resident size on the CPU."""
+    """Bytes of this process: its peak on the GPU, or its resident memory on the CPU."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     try:
@@ -210,9 +209,9 @@ def memory_in_use(device: torch.device) -> float:
 def sent_bytes(model: nn.Module, micro_batches: int, *, reductions: int) -> dict[str, int]:
     """Bytes that one rank sends to others in one step, according to `fsdp2.explain`.
 
-    `explain` counts for a step of one micro-batch, and knows the order of the units when a forward
-    has run: the last one stays gathered for its backward. Parameters are gathered for every
-    micro-batch; gradients are reduced after the last one only, or by a graph after each.
+    `explain` counts a step of one micro-batch. Call it after a forward, when the order of the units
+    is known: the last unit stays gathered for its backward. Parameters are gathered for every
+    micro-batch. Gradients are reduced after the last one only; a graph reduces them after each.
     """
     totals = explain(model).totals
     return {
@@ -251,7 +250,7 @@ def _part(tensor: Tensor, local: bool) -> Tensor:
 
 
 def draw_curve(losses: list[dict[str, Any]], levels: dict[str, float], path: Path) -> str:
-    """Draw the training loss and horizontal `levels`, in bits per byte; says what it did."""
+    """Draw the training loss and horizontal `levels`, in bits per byte; returns what to print."""
     try:
         import matplotlib
     except ImportError:
@@ -274,7 +273,7 @@ def draw_curve(losses: list[dict[str, Any]], levels: dict[str, float], path: Pat
 def print_start(
     out: Path, model: nn.Module, text: Text, *, first_step: int, device: torch.device
 ) -> None:
-    """Say what is about to be trained, on what, and what becomes of an earlier run."""
+    """Print the model, the text, and the step from which the run resumes."""
     if dist.get_rank() != 0:
         return
     numel = sum(p.numel() for p in model.parameters())
@@ -305,9 +304,9 @@ def report(
     """Print the figures of a finished run and write them to summary.json; all ranks call it.
 
     Args:
-        step: the last one.
-        sent: what `sent_bytes` said after training.
-        bits: per byte, on held-out text.
+        step: the last step.
+        sent: the result of `sent_bytes` after training.
+        bits: bits per byte on held-out text.
     """
     sizes = shard_sizes(model, optimizer, numbers)
     if dist.get_rank() != 0:
@@ -342,7 +341,7 @@ def report(
     print(f"sent         per rank and step: {parts or 'nothing'}")
     print(f"loss curve   {curve}")
     path = checkpoint_path(options.out, step)
-    print(f"checkpoint   {path} (a larger --steps with --resume trains on)")
+    print(f"checkpoint   {path} (to continue: --resume with a larger --steps)")
     print(f"sample\n{sample}", flush=True)
 
 

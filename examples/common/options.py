@@ -1,4 +1,4 @@
-"""The command line of train_lm.py, and how all examples answer a mistake in theirs."""
+"""The command line of train_lm.py, and the error handling of all examples' command lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-# Options that a resumed run may change. The others shape the loss curve or the shards, and come
+# Options that a resumed run may change. The others determine the loss curve or the shards, and come
 # from the checkpoint.
 FREE_ON_RESUME = {
     *("resume", "out", "steps", "stop_at", "minutes", "save_every", "sample_bytes", "profile"),
@@ -19,7 +19,7 @@ FREE_ON_RESUME = {
 
 
 def fail(message: str) -> NoReturn:
-    """End with exit status 2; rank 0 says why, in one line."""
+    """End with exit status 2; rank 0 prints the reason in one line."""
     if os.environ.get("RANK", "0") != "0":
         # The launcher ends all ranks as soon as one fails, so rank 0, which prints, must be first.
         time.sleep(10)
@@ -72,7 +72,7 @@ def as_saved(
 
 
 def exit_if_finished(options: argparse.Namespace, step: int) -> None:
-    """End with exit status 0 if no step is left to do after `step`; rank 0 says so."""
+    """End with exit status 0 if no step is left after `step`; rank 0 prints a line about it."""
     last = min(options.steps, options.stop_at or options.steps)
     if step < last:
         return
@@ -80,7 +80,7 @@ def exit_if_finished(options: argparse.Namespace, step: int) -> None:
         flag = "--steps" if last == options.steps else "--stop-at"
         print(
             f"finished     {checkpoint_path(options.out, step)} is of step {step}, and {flag} is "
-            f"{last}: nothing to do. A larger {flag} trains on",
+            f"{last}: nothing to do. A larger {flag} continues the run",
             flush=True,
         )
     sys.exit(0)
@@ -115,15 +115,15 @@ def saved_run(out: str) -> tuple[int, dict[str, Any]]:
 
 
 def _check(options: argparse.Namespace, world_size: int) -> None:
-    """Check what argparse cannot: options that do not fit each other, the processes, the disk."""
+    """Check options that contradict each other or do not fit the processes or the disk."""
     if options.elastic and options.resume:
-        fail("--elastic goes on by itself: leave --resume out")
+        fail("--elastic resumes automatically: leave out --resume")
     if options.elastic and options.accumulate > 1:
         fail("--elastic: --accumulate follows from --global-batch and the number of processes")
     if options.snapshot_every < 0:
         fail(f"--snapshot-every {options.snapshot_every} is not 0 or more")
     if options.graph and options.offload:
-        fail("--graph: offloaded parameters need eager steps: leave --offload out")
+        fail("--graph: offloaded parameters need eager steps: leave out --offload")
     if world_size % options.replicate:
         fail(f"--replicate {options.replicate} does not divide the {world_size} processes evenly")
     if options.dim % (2 * options.heads):
@@ -134,7 +134,7 @@ def _check(options: argparse.Namespace, world_size: int) -> None:
 
 
 def make_folder(out: str) -> None:
-    """Make the folder of a run."""
+    """Create the folder of a run."""
     try:
         Path(out).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -179,28 +179,28 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", 0, "seed of the weights, the batches and the sample", int)
 
     add("--steps", 300, "optimizer steps; the learning rate falls until the last")
-    add("--stop-at", None, "stop after this step, to go on later with --resume")
+    add("--stop-at", None, "stop after this step, to continue later with --resume")
     add("--minutes", None, "stop after this many minutes", positive_number, "M")
-    add("--save-every", None, "save a checkpoint every N steps, besides the one at the end")
-    add("--profile", None, "record a step: table, and trace and picture into DIR", str, "DIR")
-    switch("--resume", "go on from the checkpoint in --out")
-    switch("--elastic", "go on from the last commit in --out, if any, on any number of processes")
+    add("--save-every", None, "save a checkpoint every N steps, not only at the end")
+    add("--profile", None, "profile a step: print a table, and write files to DIR", str, "DIR")
+    switch("--resume", "continue from the checkpoint in --out")
+    switch("--elastic", "continue from the newest state, if any, on any number of processes")
     add("--snapshot-every", 10, "with --elastic: keep every Nth step in memory; 0: none", int)
-    add("--snapshot-dir", "/dev/shm", "for these: a folder in memory, per host", str, "DIR")
-    add("--snapshot-host", None, "what fails together, as a rack; None: the host", str, "NAME")
+    add("--snapshot-dir", "/dev/shm", "folder in each host's memory for snapshots", str, "DIR")
+    add("--snapshot-host", None, "failure domain, such as a rack; None: the host", str, "NAME")
     add("--hang-after", 60.0, "seconds after which a wait is a hang", positive_number, "S")
 
-    add("--batch", 4, "sequences per rank in one forward")
+    add("--batch", 4, "sequences per rank and forward")
     add("--length", 128, "bytes per sequence")
     add("--accumulate", 1, "forwards and backwards per optimizer step")
-    add("--global-batch", 16, "with --elastic: sequences per step of all ranks together")
+    add("--global-batch", 16, "with --elastic: sequences per step over all ranks")
     add("--lr", 7e-4, "peak learning rate", positive_number, "X")
-    add("--warmup", 20, "steps until the learning rate is at its peak")
+    add("--warmup", 20, "steps until the learning rate reaches its peak")
 
     add("--replicate", 1, "shard over 1/N of the ranks and replicate N times (HSDP)")
     switch("--bf16", "compute in bfloat16, reduce gradients in float32")
     switch("--ac", "activation checkpointing: recompute each block in backward")
-    switch("--graph", "forward and backward as one compiled graph (docs/graph.md)")
+    switch("--graph", "compile forward and backward as one graph (docs/graph.md)")
     switch("--offload", "keep the sharded parameters, gradients and optimizer on the CPU")
 
     add("--dim", 512, "width of the model")

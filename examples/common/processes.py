@@ -1,4 +1,4 @@
-"""How a rank of an example starts, and what it does with what an earlier run left."""
+"""Starts the ranks of an example, and moves the files of an earlier run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ FILES_OF_A_RUN = ("losses.jsonl", "sessions.jsonl", "summary.json", "loss.png")
 
 
 def start_processes(timeout_s: float | None = None) -> torch.device:
-    """Join the process group; the launcher has set this rank's variables. Returns its device.
+    """Join the process group, from the launcher's environment; returns this rank's device.
 
     Args:
-        timeout_s: of the group, in seconds; None: torch's, half an hour.
+        timeout_s: the group's timeout in seconds; None: torch's default.
     """
     if "RANK" not in os.environ:
         name = Path(sys.argv[0]).name
@@ -32,21 +32,21 @@ def start_processes(timeout_s: float | None = None) -> torch.device:
     local_rank, num_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if int(os.environ["LOCAL_WORLD_SIZE"]) > num_gpus:
         fail(f"{os.environ['LOCAL_WORLD_SIZE']} processes need as many GPUs; there are {num_gpus}")
-    # With kernels that add in a varying order, --resume would not be exact.
+    # With kernels that add in varying order, --resume would not be exact.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
-    # gloo besides NCCL: with --offload, clipping reduces the norm of gradients on the CPU.
+    # gloo in addition to NCCL: with --offload, clipping reduces the gradients' norm on the CPU.
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
     return device
 
 
 def set_earlier_run_aside(out: str) -> None:
-    """Before a new run starts in `out`, move an earlier run to `out`-2, -3, ...: nothing is lost.
+    """Before a new run starts in `out`, move the files of an earlier run to `out`-2, -3, ...
 
-    Only what a run writes is moved: `out` may be a folder that has other files, too.
+    Other files in `out` are not moved.
     """
     here = Path(os.path.abspath(out))
     if dist.get_rank() == 0 and checkpoint_folder(here).exists():
@@ -59,5 +59,5 @@ def set_earlier_run_aside(out: str) -> None:
                     path.rename(aside / path.name)
         except OSError as error:
             fail(f"--out: cannot move the run that is in {here} to {aside}: {error.strerror}")
-        print(f"note         the run before is in {aside} now", flush=True)
+        print(f"note         the earlier run is in {aside} now", flush=True)
     dist.barrier()

@@ -1,8 +1,7 @@
-"""The text to train on, the order of its batches, and the n-gram models to compare with.
+"""The training text, the order of its batches, and n-gram models as baselines.
 
 Text is bytes. Of a folder, every twentieth file is held out; of a single file (or a few), the last
-twentieth. The n-gram models answer the question "what does a model that only counts get
-on the same held-out bytes?".
+twentieth. The n-gram models only count; they are evaluated on the same held-out bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ TABLE_FOLDERS = {"encodings", "pydoc_data"}
 
 @dataclass(frozen=True)
 class Text:
-    """Training and held-out bytes, each a 1-D uint8 tensor, and a word on where they are from."""
+    """Training and held-out bytes, each a 1-D uint8 tensor, and the name of their source."""
 
     train: Tensor
     held_out: Tensor
@@ -66,7 +65,7 @@ def _read_folder(root: Path, pattern: str, skipped: set[str]) -> list[bytes]:
         if f.is_file() and skipped.isdisjoint(f.relative_to(root).parts)
     )
     contents = [f.read_bytes() for f in files]
-    # Skip binary files, which a NUL byte gives away: they teach nothing.
+    # Skip binary files, which have NUL bytes.
     return [c for c in contents if c and b"\0" not in c]
 
 
@@ -76,12 +75,12 @@ def _as_tensor(content: bytes) -> Tensor:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a rank computes in one forward.
+    """The input of one forward of a rank.
 
     Attributes:
         inputs, targets: each (sequences, length) int64.
-        weight: of its mean loss, such that the mean over ranks of the weighted sums of a step is
-            the mean over all sequences of the step.
+        weight: the factor of its mean loss. Summed over a rank's micro-batches and averaged over
+            ranks, the weighted losses are the mean over all sequences of the step.
     """
 
     inputs: Tensor
@@ -92,10 +91,10 @@ class MicroBatch:
 class Batches:
     """An endless stream of training windows that does not depend on the number of ranks.
 
-    The text is cut into windows of `length + 1` bytes (the targets are the inputs moved by one),
-    shuffled anew in every epoch. Each call takes the next windows and gives this rank its own
-    part: `next` takes `batch * num_ranks`, `of_step` as many as it is told. `position`, the number
-    of windows taken by all ranks together, is all there is to save and restore.
+    The text is cut into windows of `length + 1` bytes (the targets are the inputs shifted by one),
+    which are shuffled in every epoch. Each call takes the next windows and returns this rank's
+    part: `next` takes `batch * num_ranks` windows, `of_step` takes its argument. Save and restore
+    `position`, the number of windows that all ranks together have taken.
     """
 
     def __init__(
@@ -120,9 +119,9 @@ class Batches:
     def of_step(self, sequences: int) -> list[MicroBatch]:
         """This rank's part of the next `sequences` windows, in micro-batches of at most `batch`.
 
-        The step has the same windows on any number of ranks. Where they do not divide evenly, some
-        ranks have one more than others. As a forward is collective, all ranks do as many: one that
-        has nothing left takes a window with weight 0.
+        The step has the same windows on any number of ranks. If they do not divide evenly, some
+        ranks have one more than others. A forward is collective, so all ranks run the same number
+        of forwards: a rank without further windows takes one with weight 0.
         """
         bounds = even_parts(sequences, self.num_ranks)
         first, last = bounds[self.rank], bounds[self.rank + 1]
@@ -132,7 +131,7 @@ class Batches:
         for a, b in itertools.pairwise(parts):
             taken = range(self.position + first + a, self.position + first + max(b, a + 1))
             starts = [self._window(i) * self.length for i in taken]
-            # Gradients are averaged over ranks: what one has counts 1 / num_ranks.
+            # Gradients are averaged over ranks, so each rank's gradients count 1 / num_ranks.
             weight = (b - a) * self.num_ranks / sequences
             found.append(MicroBatch(*windows_at(self.text, starts, self.length), weight))
         self.position += sequences
@@ -149,7 +148,7 @@ class Batches:
 
 
 def even_parts(count: int, num_parts: int) -> list[int]:
-    """Where `num_parts` parts of `count` things begin, and the end; sizes differ by at most 1."""
+    """The bounds of `num_parts` parts of `count` items; their sizes differ by at most 1."""
     return [count * i // num_parts for i in range(num_parts + 1)]
 
 
@@ -160,7 +159,7 @@ def windows_at(text: Tensor, starts: list[int], length: int) -> tuple[Tensor, Te
 
 
 def validation_starts(held_out: Tensor, length: int, max_bytes: int) -> list[int]:
-    """Where the validation windows start: spread evenly over the held-out text."""
+    """The starts of the validation windows, spread evenly over the held-out text."""
     available = (held_out.numel() - 1) // length
     wanted = max(1, min(available, max_bytes // length))
     return [i * available // wanted * length for i in range(wanted)]
@@ -170,14 +169,14 @@ def ngram_bits_per_byte(text: Text, order: int, targets: Tensor) -> float:
     """Bits per byte of an n-gram model on held-out bytes.
 
     It counts on the training text and mixes the orders from uniform up to `order` by
-    Witten-Bell interpolation, which has no number to tune: with `c` the count of a context and
+    Witten-Bell interpolation, which has no hyperparameter: with `c` the count of a context and
     `t` the number of different bytes seen after it, the shorter context gets the weight
     t / (c + t).
 
     Args:
-        text: Counted is `text.train` only.
+        text: the text; only `text.train` is counted.
         order: 2 for a bigram model (one byte of context), 3 for a trigram model.
-        targets: Positions in `text.held_out` of the bytes to predict.
+        targets: positions in `text.held_out` of the bytes to predict.
     """
     train, held_out = text.train, text.held_out
     probability = torch.full((targets.numel(),), 1 / 256, dtype=torch.float64)
@@ -186,7 +185,7 @@ def ngram_bits_per_byte(text: Text, order: int, targets: Tensor) -> float:
         totals, distinct = counts.sum(1), counts.count_nonzero(1)
         code = torch.zeros_like(targets)
         for back in range(n - 1, -1, -1):
-            # The context before the first byte is NUL, for all models alike.
+            # The context before the first byte is NUL, for all models.
             at = targets - back
             byte = torch.where(at >= 0, held_out[at.clamp(min=0)].long(), 0)
             code = code * 256 + byte

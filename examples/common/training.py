@@ -1,6 +1,6 @@
-"""What training the model families has in common: options, steps, log, checkpoints, figures.
+"""Code that the scripts of the model families share: options, steps, log, checkpoints, figures.
 
-The scripts show forward, backward and the optimizer's step; this file has the rest of a run.
+The scripts show forward, backward and the optimizer step; this file has the rest of a run.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def training_parser(doc: str | None, *, out: str, steps: int, batch: int, lr: fl
     add("--seed", type=int, default=0, metavar="N", help="seed of the weights and the batches")
     add("--steps", type=positive, default=steps, metavar="N", help="optimizer steps")
     add("--stop-at", type=positive, metavar="N", help="stop after this step, to --resume later")
-    add("--resume", action="store_true", help="go on from the checkpoint in --out")
+    add("--resume", action="store_true", help="continue from the checkpoint in --out")
     add("--batch", type=positive, default=batch, metavar="N", help="examples per step, all ranks")
     add("--lr", type=positive_number, default=lr, metavar="X", help="peak learning rate")
     add("--strategy", choices=STRATEGIES, default="full", help="what is sharded over the ranks")
@@ -65,7 +65,7 @@ def training_parser(doc: str | None, *, out: str, steps: int, batch: int, lr: fl
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str] | None = None) -> argparse.Namespace:
-    """The options, checked; with --resume, those of the checkpoint."""
+    """Parse and check the options; with --resume, options not given come from the checkpoint."""
     options = parser.parse_args(argv)
     if options.resume:
         step, saved = saved_run(options.out)
@@ -82,9 +82,9 @@ class Run:
     """A training run: the steps that are left, their log, checkpoints and figures.
 
     Args:
-        unit: what is counted per second.
-        extra: called before a checkpoint is saved; what it returns is saved too, and is in
-            `loaded` after a resume.
+        unit: the unit of the speed: this many are processed per second.
+        extra: called before a checkpoint is saved; its result is saved too, and is in `loaded`
+            after a resume.
 
     Example::
 
@@ -115,8 +115,8 @@ class Run:
         self.last_step = min(options.steps, options.stop_at or options.steps)
         if not options.resume:
             set_earlier_run_aside(options.out)
-        # Every rank writes its shards into ordinary safetensors files, and reads its shards from
-        # them, whatever number of ranks or strategy wrote them.
+        # Every rank writes its shards to ordinary safetensors files. It can read its shards from
+        # files that any number of ranks wrote, with any strategy.
         self.checkpoints = Checkpointer(checkpoint_folder(options.out), keep=2)
         if options.resume:
             found = self.checkpoints.load("latest", model=model, optimizer=optimizer)
@@ -130,7 +130,7 @@ class Run:
             self._say(f"resumed      after step {self.first_step}")
 
     def steps(self) -> Iterator[int]:
-        """Yield the steps that are left, from 1; logs each afterwards, and saves the last."""
+        """Yield the remaining steps, counted from 1; log each afterwards, and save the last."""
         options = self.options
         last = self.last_step
         log = LossLog(self.out, first_step=self.first_step)
@@ -158,14 +158,14 @@ class Run:
             if self.interrupted or step == last:
                 self._save(step)
             if self.interrupted:
-                self._say(f"stopped after step {step}; --resume goes on from there")
+                self._say(f"stopped after step {step}; --resume continues from there")
                 break
         progress.close()
         log.close()
         self.checkpoints.close()
 
     def record(self, loss: Tensor) -> None:
-        """Record the loss, and the bytes that this rank holds while it still has gradients."""
+        """Record the loss, and this rank's memory while it still has gradients."""
         self._loss = loss.item()
         if not self._state:
             self._state = state_bytes(self.model, self.optimizer)
@@ -196,8 +196,8 @@ class Run:
             f"per step (median of {len(times)})"
         )
         self._say(
-            f"checkpoint   {checkpoint_path(self.options.out, self.last_step)} (a larger --steps "
-            "with --resume trains on)"
+            f"checkpoint   {checkpoint_path(self.options.out, self.last_step)} (to continue: "
+            "--resume with a larger --steps)"
         )
         if dist.get_rank() == 0:
             summary = {**figures, "ranks": ranks, "sent_bytes": sent.sent_bytes, "step_s": step_s}
@@ -214,7 +214,7 @@ def say(line: str) -> None:
 
 
 def learning_rate_at(step: int, options: argparse.Namespace) -> float:
-    """Linear warm-up, then half a cosine down to a hundredth of the peak."""
+    """Linear warm-up, then cosine decay to a hundredth of the peak."""
     warm_up = min(WARM_UP_STEPS, options.steps)
     if step <= warm_up:
         return options.lr * step / warm_up

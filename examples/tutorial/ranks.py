@@ -1,4 +1,4 @@
-"""Code that step 2 spells out and later steps import: joining the group, and the mean loss."""
+"""Code of step 2 that later steps import: joining the process group, and the mean loss."""
 
 from __future__ import annotations
 

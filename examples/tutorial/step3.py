@@ -17,14 +17,14 @@ STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 20
 device = join()
 rank, num_ranks = dist.get_rank(), dist.get_world_size()
 
-# On the meta device a tensor has a shape and no memory.
+# On the meta device, a tensor has a shape but no memory.
 with torch.device("meta"):
     model = TinyLM()
 for block in model.blocks:
     fully_shard(block)
 fully_shard(model)
-# Now each rank gets memory for its shards, and model.init_weights() fills them. With a seed the
-# weights are those that step 1 has, bit by bit, whatever the number of ranks.
+# Now each rank allocates memory for its shards, and model.init_weights() fills them. With a seed,
+# the weights equal the weights of step 1 bit for bit, on any number of ranks.
 materialize(model, seed=0)
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

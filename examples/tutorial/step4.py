@@ -19,8 +19,8 @@ device = join()
 rank, num_ranks = dist.get_rank(), dist.get_world_size()
 
 # Shards and optimizer state stay float32. Parameters are cast before they are gathered, so
-# forward and backward compute in bfloat16 and half the bytes travel; gradients are summed in
-# float32. The outputs are cast back, so the loss is computed in float32.
+# forward and backward compute in bfloat16, and gathers send half the bytes. Gradients are summed
+# in float32. The outputs are cast back, so the loss is computed in float32.
 bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 bf16_model = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
 
@@ -36,12 +36,12 @@ for step in range(1, STEPS + 1):
     tokens = batch_of(step).chunk(num_ranks)[rank].to(device)
     loss = torch.zeros((), device=device)
     for i, micro_batch in enumerate(tokens.chunk(MICRO_BATCHES)):
-        # Gradients are added up on this rank and reduced once, by the last backward.
+        # Gradients accumulate on this rank. The last backward reduces them.
         model.set_requires_gradient_sync(i == MICRO_BATCHES - 1)
         part = loss_of(model(micro_batch[:, :-1]), micro_batch) / MICRO_BATCHES
         part.backward()
         loss += part.detach()
-    # The norm is that of the whole gradient, over all ranks. All ranks call it.
+    # Clips by the norm of the whole gradient, over all ranks. All ranks must call it.
     clip_grad_norm_(model.parameters(), max_norm=5.0)
     optimizer.step()
     optimizer.zero_grad()

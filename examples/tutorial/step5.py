@@ -55,7 +55,7 @@ for step in range(done + 1, STEPS + 1):
     scheduler.step()
     print_mean(step, loss)
     if step % 5 == 0 or step == STEPS:
-        # Returns when the bytes are copied; a thread writes them while training goes on.
+        # Returns when the bytes are copied; a thread writes them while training continues.
         checkpoints.save(
             step, model=model, optimizer=optimizer, scheduler=scheduler, blocking=False
         )

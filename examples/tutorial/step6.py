@@ -1,4 +1,4 @@
-"""Step 6: replicas of a sharded model (HSDP), and tools for looking into a run.
+"""Step 6: replicas of a sharded model (HSDP), and tools to inspect a run.
 
 torchrun --standalone --nproc-per-node 4 examples/tutorial/step6.py
 """
@@ -18,13 +18,13 @@ STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 20
 device = join()
 rank, num_ranks = dist.get_rank(), dist.get_world_size()
 
-# Shard within groups of two ranks (on a cluster: within a node), replicate across the groups.
-# Gathers and reduce-scatters stay inside of a group; only an all-reduce of shards leaves it.
+# Shard within groups of two ranks (on a cluster: within a node), and replicate across groups.
+# Gathers and reduce-scatters stay inside a group; only an all-reduce of shards leaves it.
 mesh = init_device_mesh(device.type, (num_ranks // 2, 2), mesh_dim_names=("replicate", "shard"))
 
 with torch.device("meta"):
     model = TinyLM()
-# One call in place of a fully_shard for each block and one for the model.
+# One call instead of a fully_shard for each block and one for the model.
 bf16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 shard_model(model, mesh, strategy="hybrid", wrap=Block, mp_policy=bf16)
 materialize(model, seed=0)
@@ -46,7 +46,7 @@ def train_step(step: int) -> None:
 
 for step in range(1, STEPS):
     train_step(step)
-with profile(model) as recorded:  # the first steps are not like the others: record a late one
+with profile(model) as recorded:  # a late step: the first ones differ from the others
     train_step(STEPS)
 if rank == 0:
     print(recorded.table(), flush=True)

@@ -1,4 +1,4 @@
-"""The model and the data of the tutorial. Nothing in this file knows about sharding."""
+"""The model and the data of the tutorial: plain PyTorch, without sharding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 class TinyLM(nn.Module):
-    """A language model: token ids of shape (batch, length) in, logits out."""
+    """A language model: maps token ids of shape (batch, length) to logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class TinyLM(nn.Module):
 def batch_of(step: int) -> Tensor:
     """The token ids of one step, of shape (BATCH, LENGTH + 1): the same on every rank.
 
-    A token follows from the one before it, so there is a rule to learn.
+    Each token is a function of the one before it, so there is a rule to learn.
     """
     generator = torch.Generator().manual_seed(step)
     tokens = [torch.randint(VOCABULARY, (BATCH,), generator=generator)]

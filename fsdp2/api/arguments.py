@@ -61,7 +61,7 @@ def checked_modules(module: Any, caller: str = "fully_shard") -> tuple[nn.Module
         raise ValueError(f"{caller} got an empty list of modules")
     for item in modules:
         if not isinstance(item, nn.Module):
-            raise TypeError(f"{caller} expects nn.Module objects, got {type(item).__name__}")
+            raise TypeError(f"{caller} expects a module or a list, got {type(item).__name__}")
         if isinstance(item, torch.jit.ScriptModule):
             raise ValueError(
                 f"{caller} cannot shard a {type(item).__name__}: {_SCRIPTED}. Shard that, and use "

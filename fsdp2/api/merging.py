@@ -23,7 +23,7 @@ from .torch_compat import publish_state
 
 @dataclass(frozen=True)
 class MergedUnits:
-    """What `merge_units` did; its ``str()`` is a few lines.
+    """The result of `merge_units`; its ``str()`` is a short report.
 
     Attributes:
         merged: for each new unit, the names of the units that it was made of.
@@ -231,7 +231,7 @@ def _apply(
     model: nn.Module, groups: list[list[Unit]], units: list[Unit], runtimes: list[Runtime]
 ) -> None:
     for unit in units:
-        # The storages are made anew on compute's stream: an optimizer may still be writing the old
+        # The storages are made again on compute's stream: an optimizer may still be writing the old
         # ones on another.
         module = device_module(unit.device)
         if module is not None:

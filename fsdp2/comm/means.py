@@ -1,4 +1,4 @@
-"""How the mean of a gradient over ranks is made by a backend that adds in the gradient's dtype."""
+"""How to compute the mean of a gradient over ranks if the backend adds in the gradient's dtype."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Mean:
     """A sum over ranks that is divided.
 
     Attributes:
-        operation: of the backend.
-        before: what each term is divided by before they are added; 1: nothing.
-        after: what the sum is divided by; 1: nothing.
+        operation: the backend's operation.
+        before: divides each term before the sum; 1: no division.
+        after: divides the sum; 1: no division.
     """
 
     operation: Any
@@ -26,12 +26,12 @@ class Mean:
     after: float = 1
 
     def begin(self, terms: Sequence[torch.Tensor]) -> None:
-        """Divide in place what is to be added."""
+        """Divide the terms in place."""
         if self.before != 1:
             torch._foreach_div_(list(terms), self.before)
 
     def finish(self, sums: Sequence[torch.Tensor]) -> None:
-        """Divide in place what was added."""
+        """Divide the sums in place."""
         if self.after != 1:
             torch._foreach_div_(list(sums), self.after)
 
@@ -44,11 +44,11 @@ def mean_over(
 
     Args:
         sum_only: add with SUM whatever the dtype, and divide afterwards.
-        num_hosts: on which these ranks are, if NCCL adds; None: another backend does.
+        num_hosts: number of hosts of these ranks, if NCCL adds; None: another backend adds.
     """
     if num_ranks == 1:
         return Mean(dist.ReduceOp.SUM)
-    # bfloat16 has the exponents of float32: what it loses are digits, however it is divided.
+    # bfloat16 has the exponents of float32: it only loses digits, wherever the division is.
     if dtype.is_floating_point and torch.finfo(dtype).max < 1e30:
         # A sum in float16 overflows at 65,504, and terms divided by all ranks underflow at 6e-8.
         # AVG divides all before (NCCL) or all after (gloo). So divide by about the root of the

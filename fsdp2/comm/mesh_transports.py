@@ -1,7 +1,7 @@
 """The transports of one data-parallel mesh: who gathers and reduces over which group.
 
-A unit has one `MeshTransports` per mesh of its parameters: usually one, two where
-`shard_placement_fn` puts some parameters (experts, say) on a mesh of their own.
+A unit has one `MeshTransports` per mesh of its parameters: usually one, or two if
+`shard_placement_fn` puts some parameters (for example experts) on a separate mesh.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CommOptions:
 
     Attributes:
         all_gather, reduce_scatter: replace the collective and the memory it works on.
-        separate_reduce_group: reduce-scatter on a group of its own; None: where that helps.
+        separate_reduce_group: reduce-scatter on a separate group; None: where that helps.
         sum_only: reduce with SUM only, and divide afterwards.
         policy: send fewer bytes; see `CommPolicy`.
         memory: "group": flat buffers of collectives are from the process group's allocator;
@@ -51,13 +51,13 @@ class CommOptions:
 Use = Literal["all-gather", "reduce-scatter", "all-reduce", "secondary all-gather"]
 
 
-# What users choose in `CommOptions`: a transport for this use, which is given or made from that.
+# Applies a user's `CommOptions`: returns the given transport for this use, or one made from it.
 _Wrap = Callable[[Transport, Use, "MeshTransports"], Transport]
 # The groups of a reduction over shards, each with its purpose; none: the usual one.
 _Groups = Callable[
     [DataParallelMesh, torch.device, CommOptions], list[tuple[str, dist.ProcessGroup]]
 ]
-_USUAL = CommOptions()  # nobody is asked
+_USUAL = CommOptions()  # with these, no wrapper is asked
 wrappers: list[_Wrap] = []
 _reduce_groups: list[_Groups] = []
 
@@ -77,10 +77,10 @@ class Resharder(Protocol):
     ) -> Iterable[tuple[str, dist.ProcessGroup]]: ...
 
     def plan(self, bucket: Bucket, transports: MeshTransports, size: int) -> SecondarySource | None:
-        """What ``bucket`` is gathered from in backward; None: from the shards of all ranks."""
+        """The source of ``bucket``'s gather in backward; None: the shards of all ranks."""
 
     def follow(self, bucket: Bucket, transports: MeshTransports) -> None:
-        """``bucket``, which has a `SecondarySource`, is going to be gathered by ``transports``."""
+        """``bucket``, which has a `SecondarySource`, will be gathered by ``transports``."""
 
 
 resharders: list[Resharder] = []  # the last of them is used
@@ -106,7 +106,7 @@ class MeshTransports:
     Attributes:
         gather, scatter: over the ranks that share each parameter.
         replicate: over the ranks that hold the same shard.
-        secondary_gather: from a `SecondarySource`, if there is one, whose part makes this.
+        secondary_gather: from a `SecondarySource`, if there is one; that part makes it.
         allocating: makes the contexts in which gathered storage gets its memory; None: any memory.
     """
 
@@ -143,7 +143,7 @@ class MeshTransports:
         return transport
 
     def connect(self) -> None:
-        """Connect transports that connect by themselves; all ranks of the mesh call this."""
+        """Connect transports that have their own connections; all ranks of the mesh call this."""
         for transport in (self.gather, self.scatter, self.replicate, self.secondary_gather):
             if transport is not None:
                 transport.connect()
@@ -182,7 +182,7 @@ def groups_of(
     options: CommOptions,
     reshard_to: bool | int | None,
 ) -> Iterator[tuple[str, dist.ProcessGroup]]:
-    """What `MeshTransports` over ``mesh`` send, and over which groups; see `make_groups`."""
+    """The groups over which `MeshTransports` of ``mesh`` communicate; see `make_groups`."""
     if mesh.shard_group is not None and mesh.num_shards > 1:
         yield "all-gather", mesh.shard_group
         group = separate_group(mesh.shard_group, device, options.separate_reduce_group)

@@ -1,9 +1,10 @@
 """Every order between streams, in one place.
 
-Four streams: compute (the user's current stream), all-gather, reduce-scatter, all-reduce. No
-``record_stream``: events and references decide how long a buffer lives, so memory is deterministic.
-The stream on which a buffer is allocated is the only one that may get its memory next. So compute
-is, to the end of a backward, the stream that it began on, wherever it was called: see `ending`.
+There are four streams: compute (the user's current stream), all-gather, reduce-scatter and
+all-reduce. ``record_stream`` is not used: events and references decide how long a buffer lives, so
+memory is deterministic. Only the stream on which a buffer was allocated may reuse its memory. So a
+backward keeps the compute stream that it began on until its end, even if that is reached on another
+stream: see `ending`.
 
 ====================  ===============  ====================================================
 buffer                allocated on     why it is safe to free
@@ -17,7 +18,7 @@ sharded gradients     compute          written between `reducing` and `use_reduc
                                        over shards that wait for a later all-reduce
 ====================  ===============  ====================================================
 
-`Streams` is for devices whose work is ordered by the host (CPU). It does nothing, since there the
+`Streams` is for devices whose work is ordered by the host (CPU). It does nothing: there, the
 function that finishes a collective is called before its result is used.
 """
 
@@ -37,7 +38,7 @@ _no_context: AbstractContextManager[None] = nullcontext()
 
 
 class Freeable(Protocol):
-    """What lies in gathered storage: a `Bucket`."""
+    """Something in gathered storage: a `Bucket`."""
 
     def free(self) -> None: ...
 
@@ -99,7 +100,7 @@ class Streams:
         """End a backward inside: reduce what is left, complete reductions, free units.
 
         Args:
-            compute: `compute` in that backward, which may have been called on another stream.
+            compute: `compute` of that backward; the caller may be on another stream.
         """
         return _no_context
 
@@ -112,7 +113,7 @@ class DeviceStreams(Streams):
     def __init__(self, device: torch.device, module: Any) -> None:
         """
         Args:
-            module: what makes streams and events: ``torch.cuda``, or something like it.
+            module: makes streams and events: ``torch.cuda``, or a similar module.
         """
         self.device = device
         self.module = module
@@ -197,13 +198,13 @@ class DeviceStreams(Streams):
         if caller == compute:
             yield
         else:
-            # Autograd computes on the streams of the forward, and calls what ends a backward on the
-            # caller's, which has waited for all of them. What is freed there is theirs.
+            # Autograd computes on the streams of the forward. It calls the end of a backward on the
+            # caller's stream, which has waited for them; the memory freed there belongs to them.
             compute.wait_stream(caller)
             with self.module.stream(compute):
                 yield
             caller.wait_stream(compute)
-        # A graph that is being captured may end: nothing is left on streams of our own.
+        # A graph that is being captured may end: no work is left on our streams.
         capturing = getattr(self.module, "is_current_stream_capturing", None)
         if capturing is None or not capturing():
             return
@@ -215,12 +216,12 @@ class DeviceStreams(Streams):
 
 Kept = dict[tuple[torch.device, Any], DeviceStreams]
 _kept: Kept = {}
-# Device modules that stand in for the real ones, and what is kept of each; see `simulating`.
+# Device modules that stand in for the real ones, with the streams of each; see `simulating`.
 _simulated: list[tuple[Any, Kept]] = []
 
 
 def device_module(device: torch.device) -> Any:
-    """The module whose streams order the work of ``device``; None where the host does."""
+    """The module whose streams order the work of ``device``; None if the host orders it."""
     if _simulated:
         return _simulated[-1][0]
     return None if device.type == "cpu" else torch.get_device_module(device)
@@ -228,7 +229,7 @@ def device_module(device: torch.device) -> Any:
 
 @contextmanager
 def simulating(module: Any) -> Iterator[None]:
-    """Inside, every device is ordered by the streams of ``module``: for `fsdp2.testing`."""
+    """Context in which the streams of ``module`` order every device: for `fsdp2.testing`."""
     _simulated.append((module, {}))
     try:
         yield
@@ -257,7 +258,7 @@ def streams_for(device: torch.device) -> Streams:
 
 
 def copy_stream_for(device: torch.device) -> CopyStream | None:
-    """A new one; None where the host orders the work (CPU), and nothing can be copied meanwhile."""
+    """A new one; None if the host orders the work (CPU), where no copy can overlap."""
     module = device_module(device)
     if module is None:
         return None
@@ -274,8 +275,8 @@ def done() -> None:
 
 def ended(finish: Finish, *, stream_ordered: bool) -> Finish:
     """``finish``, for the caller to call later; where streams order the work it is called here."""
-    # There, to wait means that the stream waits, and what follows is enqueued behind it. Left for
-    # later, it would be enqueued on the stream that is current then.
+    # With streams, waiting means that the stream waits, and later work is enqueued behind it. If
+    # called later, it would be enqueued on the stream that is current then.
     if not stream_ordered:
         return finish
     finish()
@@ -283,9 +284,9 @@ def ended(finish: Finish, *, stream_ordered: bool) -> Finish:
 
 
 def wait_for(works: list[Any]) -> None:
-    """Streams wait where they order the work, else the host; None is ordered by the stream."""
-    # Each is dropped once it is over, as to wait once more would write the results once more (see
-    # `GroupTransport`); and after Ctrl-C in the middle, the others have to be waited for still.
+    """Wait on the current stream if streams order the work, else on the host; None: no wait."""
+    # Each is dropped once it is over, as a second wait would write the results again (see
+    # `GroupTransport`). After Ctrl-C in the middle, the others must still be waited for.
     while works:
         if works[-1] is not None:
             works[-1].wait()

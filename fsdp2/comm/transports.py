@@ -1,9 +1,9 @@
-"""Batched collectives over the plans of a bucket. The one place that knows about backends.
+"""Batched collectives over the plans of a bucket. Only this file depends on backends.
 
 A transport moves the data of one bucket between the ranks of one group. It runs in one of two ways:
 
 - *stream-ordered* (NCCL and the like): everything is enqueued on the current stream, which also
-  orders the result. The calls return `done`. A backend may still use a stream of its own: then it
+  orders the result. The calls return `done`. A backend may still use its own stream: then it
   returns a ``Work``, and the current stream waits for that.
 - *host-ordered* (gloo): the call starts the messages and returns a function that waits for them
   and does the rest. It must be called exactly once, and before that nothing may be read.
@@ -79,8 +79,8 @@ def register_backend(
     """Give groups of a backend another transport than `GroupTransport`.
 
     Args:
-        make: the transport of a group; None: the group's own collectives.
-        forget_tags: called when nothing will be sent with these tags any more; from any thread.
+        make: makes the transport of a group; None: the group's own collectives.
+        forget_tags: called, from any thread, once these tags will not be used any more.
     """
     _of_backends[name] = make
     if forget_tags is not None:
@@ -90,7 +90,7 @@ def register_backend(
 def make_transport(
     group: dist.ProcessGroup, device: torch.device, *, sum_only: bool = False
 ) -> Transport:
-    """The transport for ``group``: what is registered for its backend, else its collectives.
+    """The transport for ``group``: the one registered for its backend, else its collectives.
 
     Args:
         sum_only: reduce with SUM and divide afterwards.
@@ -109,10 +109,10 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
-    """``group`` can communicate what is on ``device``, in the order of its streams.
+    """Check that ``group`` can communicate tensors on ``device``, in the order of its streams.
 
     Raises:
-        ValueError: nothing serves that device, or gloo does.
+        ValueError: if no backend serves that device, or gloo does.
     """
     # gloo's collectives are ordered by the host, and cannot send from the memory of a device.
     try:
@@ -131,7 +131,7 @@ def check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
 def separate_group(
     group: dist.ProcessGroup, device: torch.device, wanted: bool | None = None
 ) -> dist.ProcessGroup:
-    """A group of the same ranks with a communicator of its own: if ``wanted``, or where it helps.
+    """A group of the same ranks with a separate communicator: if ``wanted``, or where it helps.
 
     Collective over the ranks of ``group`` at the first call; later calls return the same group.
 
@@ -156,12 +156,12 @@ def reserve_tags(groups: Sequence[dist.ProcessGroup], count: int, owner: object 
     """Reserve ``count`` message tags in all of ``groups``, and return the first.
 
     Args:
-        owner: with whose end what is kept for these tags is freed.
+        owner: when it is collected, everything that is kept for these tags is freed.
     """
     # Untagged messages of several units in flight would swap data without an error. All ranks of a
-    # group come to the same numbers, since they make units in the same order. And they are reserved
-    # once, not counted message by message: a rank that plans its buckets anew alone (it loaded a
-    # checkpoint by assignment) must go on with the tags of the others.
+    # group get the same numbers, since they make units in the same order. And they are reserved
+    # once, not counted message by message: if one rank alone plans its buckets again (it loaded a
+    # checkpoint by assignment), it must continue with the tags of the others.
     start = max(_next_tag.get(group, 0) for group in groups)
     _next_tag.update(dict.fromkeys(groups, start + count))
     for forget in _forget_tags if owner is not None else ():
@@ -170,7 +170,7 @@ def reserve_tags(groups: Sequence[dist.ProcessGroup], count: int, owner: object 
 
 
 def release_tags(groups: Sequence[dist.ProcessGroup], start: int) -> None:
-    """Undo `reserve_tags` that gave ``start``, and all later ones: nothing was sent with them."""
+    """Undo `reserve_tags` that returned ``start``, and all later ones: all of them are unused."""
     # Ranks that disagreed about a model have taken different numbers of tags for it. A corrected
     # model in the same processes would otherwise wait for messages with the wrong tags.
     for group in groups:
@@ -181,7 +181,7 @@ _next_tag: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 _separate_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
-# Dtypes that all backends know. Others (float8, complex, bool) are gathered as bytes.
+# Dtypes that all backends support. Others (float8, complex, bool) are gathered as bytes.
 _SENT = {
     torch.float32, torch.bfloat16, torch.float16, torch.float64,
     torch.uint8, torch.int8, torch.int32, torch.int64,
@@ -193,8 +193,9 @@ class GroupTransport:
     one per reduction of a bucket.
 
     [Note: what a collective reads and writes, and until when]
-    No tensor is recorded on a stream (``record_stream``), so each must be alive until the stream it
-    was allocated on is ordered behind its last use.
+
+    No tensor is recorded on a stream (``record_stream``). So each must stay alive until the stream
+    it was allocated on is ordered behind its last use.
 
     - Stream-ordered: temporary inputs (a stage, casts, divided gradients) are allocated and read on
       the current stream, and may be dropped once everything is enqueued. The gradients of autograd
@@ -257,8 +258,8 @@ class GroupTransport:
         return bucket.layout.tail
 
     def casts(self, bucket: Bucket) -> bool:
-        """Whether gradients in the dtype of computation are copied anyway: to be widened, or to be
-        divided before they are added."""
+        """Whether gradients in the compute dtype are copied anyway, to widen them or to divide them
+        before the sum."""
         return bucket.widens or self._mean(bucket.reduce_dtype).before != 1
 
     def out_dtype(self, bucket: Bucket) -> torch.dtype:
@@ -277,8 +278,7 @@ class GroupTransport:
         inputs: list[torch.Tensor] = []
         if plan.direct:
             inputs = _all_as([grads[i] for i in plan.direct], dtype)
-            # Not in place: these may be the tensors that autograd made, which hooks of users may
-            # have kept.
+            # Not in place: these may be tensors of autograd, which users' hooks may have kept.
             if mean.before != 1:
                 inputs = list(torch._foreach_div(inputs, mean.before))
         if plan.copied_in:
@@ -317,7 +317,7 @@ class GroupTransport:
 
 
 def _all_as(tensors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Tensors in ``dtype``: those in another one are cast into one buffer, by one kernel."""
+    """Tensors in ``dtype``; tensors of other dtypes are cast into one buffer by one kernel."""
     given = [tensor for tensor in tensors if tensor is not None]
     others = [tensor for tensor in given if tensor.dtype != dtype]
     if not others:

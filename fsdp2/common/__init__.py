@@ -1,1 +1,1 @@
-"""What any room may use, and which uses none of them."""
+"""Helpers that any subpackage may import; they import no other subpackage."""

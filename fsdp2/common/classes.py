@@ -1,12 +1,12 @@
 """Classes made at run time, for objects that exist already.
 
 ``fully_shard`` and the optimizer steps change what an object does by assigning a subclass of its
-class to ``__class__``. Python allows that where both classes lay out their instances alike, which
-is decided by the chain of "best bases": of bases that add equally much, the first. So a mixin in
-front of the class changes the chain as soon as the class itself has a base without fields before
-``nn.Module`` (``ABC``, ``Generic``, a mixin with ``__slots__ = ()``). An empty subclass of the
-class in front of the mixin puts the class back at the head of the chain, and leaves the order of
-method resolution as it was.
+class to ``__class__``. Python allows this if both classes have the same instance layout. The layout
+follows the chain of "best bases"; among bases that add equally much, Python takes the first. So a
+mixin in front of the class changes the chain if the class itself has a base without fields before
+``nn.Module`` (``ABC``, ``Generic``, a mixin with ``__slots__ = ()``). The remedy is an empty
+subclass of the class in front of the mixin. It puts the class back at the head of the chain, and
+the method resolution order stays the same.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def class_for(
     Args:
         instance: the object; it is not changed.
         name: of the new class, which is in the same module as the object's.
-        namespace: what the new class has itself.
+        namespace: the attributes of the new class.
         before, after: further bases, before and after the object's class in the order of method
             resolution.
 
     Raises:
-        TypeError: the class cannot have subclasses, or not such ones.
+        TypeError: if the class does not permit such a subclass.
     """
     cls = type(instance)
     namespace = {"__module__": cls.__module__, _ORIGINAL: cls, **namespace}
@@ -66,7 +66,7 @@ def class_for(
 
 
 def original_class(made: type) -> type:
-    """The class that one made by `class_for` extends."""
+    """The original class of a class that `class_for` made."""
     return vars(made)[_ORIGINAL]
 
 

@@ -12,10 +12,10 @@ from .failures import explained
 def sum_over(group: dist.ProcessGroup, tensor: torch.Tensor, what: str) -> None:
     """Replace ``tensor`` by its sum over ``group``, on the current stream.
 
-    Where the host orders the work of ``group``, the call returns when that is done.
+    If the host orders the work of ``group``, the call returns when the sum is complete.
 
     Args:
-        what: of which an error speaks.
+        what: what is summed, for errors.
     """
     options = AllreduceOptions()
     options.asyncOp = False

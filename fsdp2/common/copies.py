@@ -1,4 +1,4 @@
-"""Copies between a device and host memory that are no part of communication, ordered by events."""
+"""Copies between a device and host memory outside of communication, ordered by events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CopyStream:
     device belongs to compute, which waits for a copy before it uses or frees what was copied.
 
     Args:
-        module: what makes streams and events: ``torch.cuda``, or something like it.
+        module: makes streams and events: ``torch.cuda``, or a similar module.
         stream: None: a new one.
     """
 
@@ -32,10 +32,10 @@ class CopyStream:
 
     @contextmanager
     def copying(self, after: Iterable[object] = ()) -> Iterator[None]:
-        """Copy what compute has written, or to memory that compute has used, inside.
+        """Context for copies from memory that compute wrote, or to memory that compute used.
 
         Args:
-            after: streams other than the current one that have used it.
+            after: other streams that have used the memory.
         """
         compute = self.compute
         for stream in (compute, *(other for other in after if other != compute)):
@@ -50,7 +50,7 @@ class CopyStream:
         return event
 
     def on(self, stream: object = None) -> AbstractContextManager[None]:
-        """Context of ``stream``, to which memory allocated there belongs; None: of the copies."""
+        """Context of ``stream``, which owns memory allocated inside; None: the stream of copies."""
         return self._module.stream(self._stream if stream is None else stream)
 
     def synchronize(self) -> None:

@@ -1,7 +1,7 @@
-"""Errors of the communication itself, told again with what was going on.
+"""Errors of communication, raised again with context.
 
 A rank that waits for others gets the backend's error after its timeout: which socket, how many
-milliseconds. What it does not say is what this rank waited for, and that the cause is elsewhere.
+milliseconds. The error lacks what this rank waited for, and that the cause is on another rank.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _OF_GLOO = ("gloo", "Application timeout caused pair closure")
 
 
 def is_of_communication(error: BaseException) -> bool:
-    """Whether a backend raised it: a lost connection or a timeout, say."""
+    """Whether a backend raised it, for example for a lost connection or a timeout."""
     text = str(error)
     return isinstance(error, dist.DistError) or any(part in text for part in _OF_GLOO)
 
 
 def lost_what(error: BaseException) -> str | None:
-    """What could not be communicated, if that is why an error was raised; "" if nobody said."""
+    """What could not be communicated, if this caused the error; "" if unknown."""
     seen: BaseException | None = error
     found = None
     for _ in range(20):  # programs can make chains that are rings
@@ -44,11 +44,11 @@ def lost_what(error: BaseException) -> str | None:
 
 
 def reraise(error: RuntimeError, what: str, group: Any) -> NoReturn:
-    """Raise ``error`` again; where it is one of communication, with words around it.
+    """Raise ``error`` again; if it comes from communication, with context around it.
 
     Args:
-        what: was communicated: "the all-gather of unit 'layers.1' in forward".
-        group: over whose ranks; or these ranks, as a tuple; None: unknown.
+        what: what was communicated: "the all-gather of unit 'layers.1' in forward".
+        group: the group whose ranks communicated, or these ranks as a tuple; None: unknown.
     """
     if not is_of_communication(error) or hasattr(error, "_fsdp2_told"):
         raise error
@@ -63,10 +63,10 @@ def reraise(error: RuntimeError, what: str, group: Any) -> NoReturn:
 
 
 def _drop_frames(error: BaseException) -> None:
-    """Leave C++ frames out of the message, in which it would be hard to find the rest.
+    """Remove C++ frames from the message, which would hide the rest.
 
-    Also of the error itself: Python shows it as the cause, above the one that is raised.
-    ``TORCH_SHOW_CPP_STACKTRACES=1`` keeps them, as in torch.
+    This changes ``error`` itself: Python shows it as the cause, above the new one.
+    ``TORCH_SHOW_CPP_STACKTRACES=1`` keeps the frames, as in torch.
     """
     if os.environ.get("TORCH_SHOW_CPP_STACKTRACES", "0") == "0":
         text, frames, _ = str(error).partition(_FRAMES)
@@ -79,7 +79,7 @@ def _others(group: Any) -> str:
         return ""
     try:
         ranks = group if isinstance(group, tuple) else dist.get_process_group_ranks(group)
-    except (KeyError, RuntimeError, TypeError, ValueError):  # a group that torch does not know
+    except (KeyError, RuntimeError, TypeError, ValueError):  # a group that torch has not registered
         return ""
     me = dist.get_rank()
     others = [str(rank) for rank in ranks if rank != me]
@@ -92,7 +92,7 @@ def _others(group: Any) -> str:
 
 @contextmanager
 def explained(what: str, group: Any) -> Iterator[None]:
-    """`reraise` for what is communicated inside."""
+    """Context that applies `reraise` to errors of communication inside."""
     try:
         yield
     except RuntimeError as error:
@@ -101,7 +101,7 @@ def explained(what: str, group: Any) -> Iterator[None]:
 
 @contextmanager
 def says_how_to_start() -> Iterator[None]:
-    """For what makes the default process group from the environment, which torchrun sets."""
+    """Context for creating the default process group from the environment that torchrun sets."""
     try:
         yield
     except ValueError as error:
@@ -114,7 +114,7 @@ def says_how_to_start() -> Iterator[None]:
 
 
 def accumulation_lost(names: Sequence[str]) -> RuntimeError:
-    """What to raise after a backward failed that had added to gradients of earlier ones.
+    """The error after a failed backward that had already added to earlier gradients.
 
     Args:
         names: the units that held them.
@@ -133,7 +133,7 @@ def accumulation_lost(names: Sequence[str]) -> RuntimeError:
 
 
 def backward_not_over() -> RuntimeError:
-    """What to raise where a gradient arrives after a backward that raised, and before a reset."""
+    """The error if a gradient arrives after a backward that raised, and before a reset."""
     return RuntimeError(
         "A gradient arrived through parameters that were gathered, by unshard() or in a forward, "
         "before another backward of this model raised: nothing would reduce it. Where you catch an "
@@ -143,7 +143,7 @@ def backward_not_over() -> RuntimeError:
 
 
 def parameters_are_gone(name: str) -> RuntimeError:
-    """What to raise where backward reaches a forward of unit ``name`` with former parameters."""
+    """The error if backward reaches a forward of unit ``name`` that used former parameters."""
     return RuntimeError(
         f"Backward reached a forward of unit '{name}', whose parameters were moved, cast or "
         "replaced since (model.to(), load_state_dict(assign=True), a new nn.Parameter): the graph "

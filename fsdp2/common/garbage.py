@@ -1,7 +1,8 @@
-"""When Python looks for cyclic garbage, in work that makes many objects which stay.
+"""Contexts that limit Python's search for cyclic garbage while many lasting objects are made.
 
-A full collection walks over all objects of the process each time that their number has grown by a
-quarter. Traces have a million: it took 30 % of the time of a plan for a model of 126 layers.
+A full collection walks over all objects of the process whenever their number has grown by a
+quarter. Traces have a million objects: for a model of 126 layers, collections took 30 % of the time
+of a plan.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ _NEVER = 10**9
 
 @contextmanager
 def no_full_collections() -> Iterator[None]:
-    """Context in which only young objects are looked at.
+    """Context in which only young objects are collected.
 
-    Cycles that a user's code makes die as soon as elsewhere, unless they grow old before they are
-    garbage: these stay until after the context.
+    Old cyclic garbage stays until after the context; young garbage is collected as usual.
     """
     before = gc.get_threshold()
     gc.set_threshold(*before[:2], _NEVER)
@@ -30,10 +30,10 @@ def no_full_collections() -> Iterator[None]:
 
 @contextmanager
 def one_collection() -> Iterator[None]:
-    """Context that collects at its end, and only what was made in it.
+    """Context that collects once, at its end, and only objects that were made inside.
 
-    For work of a second at most whose objects refer to each other in circles: else they would be
-    old when they become garbage, and only a full collection would find them.
+    For work of at most a second whose objects refer to each other in cycles. Otherwise they would
+    be old when they become garbage, and only a full collection would find them.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""What a process can tell of the host that it runs on."""
+"""What a process can find out about its host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def boot_id() -> str:
-    """The same for all processes of a machine, also in containers, until it starts again."""
+    """An id that all processes of a machine share, also in containers, until it reboots."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""

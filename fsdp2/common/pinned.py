@@ -1,12 +1,13 @@
 """Page-locked host memory without the waste of powers of two.
 
 torch's allocator rounds every page-locked block up to a power of two: a buffer of 17 GiB takes 32.
-So blocks here have sizes of that kind, and what is needed is put into them:
+So the block sizes here are powers of two, filled as follows:
 
-- `PinnedBytes`: a sequence of bytes that may be cut: as many blocks as its binary digits, of at
-  most `CHUNK_BYTES`; less than `SMALLEST_BYTES` is wasted;
-- `PinnedArena`: tensors, which may not: several of them lie in one block. For tensors of one size,
-  as those of equal layers are, less than 1/8 is wasted (of large ones 1/3), beside the last block.
+- `PinnedBytes` holds a sequence of bytes that may be split. It takes one block per binary digit of
+  its size, of at most `CHUNK_BYTES` each, and wastes less than `SMALLEST_BYTES`;
+- `PinnedArena` holds tensors, which may not be split. Several of them share a block. For tensors of
+  one size (equal layers), it wastes less than 1/8 (1/3 for large tensors), not counting the last
+  block.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ALIGN_BYTES = 256
 
 
 def power_of_two(nbytes: int) -> int:
-    """The smallest one that is not less than ``nbytes``.
+    """The smallest power of two that is not less than ``nbytes``.
 
     Example:
         >>> power_of_two(17)
@@ -32,8 +33,8 @@ def power_of_two(nbytes: int) -> int:
 
 
 def chunk_sizes(nbytes: int) -> list[int]:
-    """Powers of two, the largest first, that together have ``nbytes``, and less than a smallest
-    chunk more.
+    """Powers of two, the largest first, whose sum exceeds ``nbytes`` by less than the smallest
+    chunk.
 
     Example:
         >>> [size >> 20 for size in chunk_sizes(604 << 20)]
@@ -51,11 +52,11 @@ def chunk_sizes(nbytes: int) -> list[int]:
 
 
 def slab_bytes(nbytes: int) -> int:
-    """How large a block to take for a tensor of ``nbytes``, where others of its size may follow.
+    """How large a block to take for a tensor of ``nbytes``, if more of its size may follow.
 
-    The smallest power of two of which they leave at most 1/8, but none that is larger than
-    `CHUNK_BYTES` and than two blocks of the tensor's own: a parameter's gradient has its size, so
-    two are filled.
+    The smallest power of two that such tensors fill to at least 7/8. A block larger than
+    `CHUNK_BYTES` holds at most two such tensors: a parameter and its gradient have the same size,
+    so two are certain.
 
     Example:
         >>> slab_bytes(600), slab_bytes(1000)
@@ -69,10 +70,10 @@ def slab_bytes(nbytes: int) -> int:
 
 
 class PinnedBytes:
-    """Bytes that grow and are not moved.
+    """A growing sequence of bytes that are not moved.
 
     Args:
-        pin: whether to page-lock them; if not, they are one piece, and lost when they grow.
+        pin: whether to page-lock the memory; if not, it is one piece, and growing discards it.
     """
 
     def __init__(self, pin: bool) -> None:
@@ -80,7 +81,7 @@ class PinnedBytes:
         self._chunks: list[torch.Tensor] = []
 
     def reserve(self, nbytes: int) -> None:
-        """Have room for at least so many."""
+        """Make room for at least so many bytes."""
         missing = nbytes - sum(chunk.numel() for chunk in self._chunks)
         if missing <= 0:
             return
@@ -103,7 +104,7 @@ class PinnedBytes:
 
 
 class _Slab:
-    """A block, and how much of it is given out, from its beginning on."""
+    """A block, and how much of it is in use, counted from its start."""
 
     def __init__(self, nbytes: int) -> None:
         memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -114,15 +115,15 @@ class _Slab:
         self._unused = torch._C._storage_Use_Count(self.storage._cdata)
 
     def is_free(self) -> bool:
-        """Whether all tensors that lay in it are gone."""
+        """Whether all tensors in it are gone."""
         return torch._C._storage_Use_Count(self.storage._cdata) <= self._unused
 
 
 class PinnedArena:
-    """Tensors in page-locked memory. What they lie in is used again when all of a block are gone.
+    """Tensors in page-locked memory. A block is used again once all tensors in it are gone.
 
     Args:
-        device: whose copies may be reading or writing the memory.
+        device: the device whose copies may be reading or writing the memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -131,7 +132,7 @@ class PinnedArena:
         self._lock = threading.Lock()
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A 1-D tensor, at some offset of a storage that is not its own."""
+        """A 1-D tensor at some offset of a shared storage."""
         nbytes = -(-max(1, numel * dtype.itemsize) // ALIGN_BYTES) * ALIGN_BYTES
         with self._lock:
             slab = self._slab_for(nbytes)
@@ -142,10 +143,10 @@ class PinnedArena:
         return tensor.zero_()
 
     def _slab_for(self, nbytes: int) -> _Slab:
-        """The fullest one with room, of those that are there."""
+        """The fullest existing block with room, or a new one."""
         free = [slab for slab in self._slabs if slab.used and slab.is_free()]
         if free:
-            # Copies to or from what is gone may be on their way.
+            # Copies to or from former tensors may still be running.
             torch.get_device_module(self._device).synchronize(self._device)
             for slab in free:
                 slab.used = 0

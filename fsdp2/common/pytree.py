@@ -56,7 +56,7 @@ def _map_dict(function: Callable[[torch.Tensor], torch.Tensor], tree: dict) -> d
         return tree
     if type(tree) is dict:
         return values
-    result = copy.copy(tree)  # keeps the type and what else it knows
+    result = copy.copy(tree)  # keeps the type and other attributes
     for key, value in values.items():
         result[key] = value
     return result

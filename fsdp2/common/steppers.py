@@ -1,7 +1,7 @@
-"""Optimizers that step parameters while backward goes on: where they and the runtime meet.
+"""The interface between the runtime and optimizers that step parameters during backward.
 
-The runtime knows when a gradient is complete, and an optimizer what to do with it. Neither imports
-the other: optimizers register here, and the runtime asks.
+The runtime detects when a gradient is complete, and the optimizer uses it. Neither imports the
+other: optimizers register here, and the runtime looks them up.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class SteppedBackward:
     """One backward in which parameters are stepped.
 
     Attributes:
-        ended: whether all of its gradients are there; not if it raised.
+        ended: whether all of its gradients are complete; False if it raised.
     """
 
     ended: bool = False
@@ -38,7 +38,7 @@ class Stepper(Protocol):
         """Begin to step parameters whose gradients do not change any more.
 
         Args:
-            params: of any optimizers; those of others are left alone.
+            params: of any optimizers; parameters of other optimizers are left alone.
             wait: returns when the gradients are in host memory. A thread calls it.
 
         Returns:
@@ -82,22 +82,22 @@ def register(stepper: Stepper) -> None:
 
 
 def steppers() -> list[Stepper]:
-    """Those of all optimizers, oldest first."""
+    """The steppers of all optimizers, oldest first."""
     return [stepper for ref in list(registered.values()) if (stepper := ref()) is not None]
 
 
 def partly_stepped(names: Sequence[str]) -> RuntimeError:
-    """What to raise after a backward that raised when it had stepped parameters."""
+    """The error after a backward that stepped parameters and then raised."""
     shown = ", ".join(f"'{name}'" for name in names[:3]) + (", ..." if len(names) > 3 else "")
     return RuntimeError(
         f"A backward raised, or was discarded, after it had stepped {len(names)} parameters "
         f"({shown}): they are one step ahead of the others (fsdp2.optim.step_in_backward). Load a "
-        "checkpoint; training that goes on nevertheless goes on from these parameters"
+        "checkpoint; a run that continues anyway starts from these parameters"
     )
 
 
 def not_stepped(what: str) -> RuntimeError:
-    """What to raise if ``step()`` was not called after a backward that has stepped parameters."""
+    """The error if ``step()`` was not called after a backward that has stepped parameters."""
     return RuntimeError(
         f"{what} between a backward that has stepped parameters (fsdp2.optim.step_in_backward) and "
         "optimizer.step(), which has yet to step the others. Call step() after every backward that "

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of a message about ``word``, which is none of ``known``; empty if nothing is like it.
+    """The end of a message about the unknown ``word``; empty if no ``known`` one is similar.
 
     Example:
         >>> f"There is no strategy 'ful'{did_you_mean('ful', ['full', 'grad'])}"

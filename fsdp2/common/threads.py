@@ -1,9 +1,9 @@
-"""Threads that serve or watch for as long as a program runs, and for which nobody waits.
+"""Threads that serve or watch for as long as a program runs, and that nothing waits for.
 
-Python prints what ends such a thread among the output of all ranks, and the program goes on without
-it: a watcher that is gone warns of nothing, and a server that is gone leaves other ranks waiting.
-So these threads work in turns, and an error ends its turn only. What a thread does once is for
-somebody who waits for it, and who gets its error.
+If an error ends such a thread, Python prints it in the output of all ranks, and the program
+continues without the thread. Without a watcher there are no warnings, and without a server other
+ranks wait. So these threads work in turns, and an error ends only the current turn. Work that is
+done once is submitted to a pool instead: the caller waits for it and gets its error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PAUSE_S = 0.1  # after an error: a turn that fails at once must not keep a core
 def work_in_turns(name: str, turn: Callable[[], bool]) -> threading.Thread:
     """Start a thread that calls ``turn`` until that returns False.
 
-    An error ends the turn in which it was raised. The first one is told (see `tell`).
+    An error ends the turn in which it was raised. The first error is shown (see `tell`).
 
     Args:
         name: of the thread.
@@ -40,7 +40,7 @@ def _run(turn: Callable[[], bool]) -> None:
         except BaseException as error:
             if not told:
                 told = True
-                tell(error, "The thread goes on; further errors of it are not shown.")
+                tell(error, "The thread continues; its further errors are not shown.")
             time.sleep(_PAUSE_S)
 
 
@@ -49,7 +49,7 @@ def tell(error: BaseException, note: str) -> None:
 
     Programs that log errors of threads have replaced it.
     """
-    if isinstance(error, SystemExit):  # of which Python says nothing
+    if isinstance(error, SystemExit):  # Python does not print this one
         error = RuntimeError(f"{error!r} in a thread does not end the process")
     error.add_note(note)
     thread = threading.current_thread()
@@ -60,8 +60,8 @@ def tell(error: BaseException, note: str) -> None:
 
 
 def submit(pool: ThreadPoolExecutor, call: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Run ``call`` in a thread of ``pool``; in this thread if the interpreter is exiting and only
-    waits for this one, because pools then refuse tasks and no thread can be started."""
+    """Run ``call`` in a thread of ``pool``, or in this thread if the interpreter is exiting: pools
+    then refuse tasks, and no thread can be started."""
     try:
         return pool.submit(call, *args)
     except RuntimeError:

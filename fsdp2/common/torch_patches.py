@@ -4,16 +4,16 @@ torch has no hook in these places, and a subclass of ours would not be asked: us
 libraries call torch's own classes. A replacement lasts as long as the process, as any later call
 may be about a sharded model.
 
-With ``FSDP2_PATCH_TORCH=0`` in the environment nothing is replaced, to find out whether a problem
-comes from here, or because another library replaces the same. Training computes the same then;
-each entry says what is lost.
+With ``FSDP2_PATCH_TORCH=0`` in the environment nothing is replaced: to find out whether a problem
+comes from here, or because another library replaces the same attribute. Training then gives the
+same results; each entry states what is lost.
 
 Hooks and kernels that torch lets anybody register replace nothing, so they stay. They are listed
 here as well, because they too see calls that are not about sharded models.
 
-Not listed: what is changed on single objects (modules, optimizers, storages) and on their classes
-made by `classes.class_for`, and what a context replaces and puts back.
-`tests/unit/test_torch_patches.py` goes through the source for anything else.
+Not listed are changes of single objects (modules, optimizers, storages) and of their classes made
+by `classes.class_for`, and replacements that a context undoes. `tests/unit/test_torch_patches.py`
+searches the source for anything else.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Patch:
     Attributes:
         owner: the class or module that has them, as a dotted path.
         names: of the attributes; ``Class.name`` if the owner is a module with several classes.
-        when: the first call that does.
-        reason: what for.
-        cost: to calls that are not about sharded parameters.
+        when: the first call that replaces them.
+        reason: what this achieves.
+        cost: for calls that do not involve sharded parameters.
         without: what happens with ``FSDP2_PATCH_TORCH=0``.
         adds: whether torch has no such attributes; others are left out where torch lacks them.
     """
@@ -205,7 +205,7 @@ def replace(path: str, make: Callable[[Any], Any]) -> None:
 
     Args:
         path: of a name in `PATCHES`.
-        make: gives what to put there, of what is there (None where torch has none).
+        make: returns the replacement, given the present value (None if torch has none).
 
     Raises:
         KeyError: the table does not list it.

@@ -1,14 +1,13 @@
-"""Every private name of torch that this package uses, what for, and what happens without it.
+"""Every private name of torch that this package uses, its purpose, and what happens without it.
 
-A private name is one that has a part with a leading underscore: a module, a function or an
-attribute. Code that runs in every step goes on using such a name where it needs it; the name is
-listed here all the same. `tests/unit/test_torch_private.py` goes through the source of the package
-and fails at a name that is not in the list, and looks every listed name up in the torch that runs
-the tests.
+A name is private if it has a part with a leading underscore: a module, a function or an attribute.
+The code uses these names directly; this file only lists them. `tests/unit/test_torch_private.py`
+searches the source of the package and fails at a name that is not in the list. It also looks every
+listed name up in the installed torch.
 
-`check` runs at the first use of a public name, and when a public module that trains or stores is
-imported: where torch lacks a name that we cannot do without, that import fails with all such names
-and their use, instead of a step with an `AttributeError`.
+`check` runs at the first use of a public name, and at the import of a public module that trains or
+stores. If torch lacks an indispensable name, the import fails with all such names and their use.
+Without the check, a training step would fail with an `AttributeError`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class PrivateName:
     Attributes:
         name: where it is found: a dotted path, in which ``()`` stands for an instance made without
             arguments (``torch.nn.Module()._parameters``).
-        use: what for.
+        use: its purpose.
         without: what happens where torch lacks it; empty: the package cannot be imported.
         checked: the releases of torch in which the name was looked up and its use tested.
     """
@@ -114,7 +113,7 @@ MEMORY = (
         "torch.UntypedStorage._share_fd_cpu_",
         "torch.UntypedStorage._share_filename_cpu_",
         "torch.UntypedStorage._share_cuda_",
-        without="another name does the same, and a shard that is shared goes on with old values",
+        without="another name does the same, and a shard that is shared keeps old values",
     ),
     *_names(
         "a parameter without memory in place of one that was freed early",
@@ -179,7 +178,7 @@ DISTRIBUTED = (
         without="ranks wait for each other before the first forward for half an hour",
     ),
     *_names(
-        "process groups beside those of a mesh, made by their own ranks alone",
+        "process groups in addition to a mesh's, made by their ranks alone",
         "torch.distributed.distributed_c10d._world",
         "torch.distributed.distributed_c10d._new_process_group_helper",
         "torch.distributed.distributed_c10d._register_process_group",
@@ -201,7 +200,7 @@ DISTRIBUTED = (
         "torch.distributed.fsdp._fully_shard._fsdp_common.HSDPMeshInfo",
     ),
     *_names(
-        "torch's `fully_shard` of a module that ours has sharded: an error that says so",
+        "a clear error from torch's `fully_shard` on a module that ours has sharded",
         "torch.distributed.fsdp._fully_shard._fsdp_init._get_managed_modules",
         without="torch raises `TypeError: Invariant encountered`",
     ),
@@ -330,7 +329,7 @@ TRACING = (
         without="no predictions for tensor_ranks and context_ranks",
     ),
     *_names(
-        "gradients of inputs apart from those of weights, as stages of pipelines compute them",
+        "separate gradients of inputs and of weights, as pipeline stages compute them",
         "torch.distributed.pipelining._backward",
         without="no predictions for zero-bubble schedules",
     ),
@@ -426,7 +425,7 @@ def check(names: tuple[PrivateName, ...] = NAMES) -> None:
     """Look up the names that the package cannot do without.
 
     Raises:
-        ImportError: torch lacks some of them; the message has all, and what they are for.
+        ImportError: if torch lacks some of them; the message lists all, and their purpose.
     """
     missing = []
     for entry in names:

@@ -1,7 +1,7 @@
 """The version of this package, and the versions of torch that it supports.
 
-Knows nothing of the rest, so that a warning about torch comes before anything that fails on it, and
-does not import torch, so that ``fsdp2 --help`` need not wait for it.
+This file imports nothing else of the package: the warning about torch must come before anything
+can fail on it. It does not import torch either, so that ``fsdp2 --help`` starts fast.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def tested_torch() -> tuple[str, ...]:
 def installed_torch() -> str | None:
     """The version of torch (``"2.15.0+cpu"``) without importing it; None where it is not found.
 
-    It is in the file that torch itself has it from. The metadata of the distribution would take
-    longer to read, and may lack what is behind the ``+``: PyPI has it from the file's name.
+    This reads the file from which torch itself takes its version. The metadata of the distribution
+    take longer to read, and may lack the part after the ``+``.
     """
     loaded = getattr(sys.modules.get("torch"), "__version__", None)
     if loaded is not None:
@@ -47,8 +47,8 @@ def installed_torch() -> str | None:
 def warn_if_untested(torch_version: str) -> bool:
     """Warn if ``torch_version`` (``"2.15.0+cpu"``) is not one of `tested_torch`; returns whether.
 
-    The package goes on: torch's public API changes rarely, and where a private name that we need
-    is gone, `fsdp2.common.torch_private` says so.
+    The package still works on most versions: torch's public API rarely changes. If a private name
+    that we need is gone, `fsdp2.common.torch_private` raises an error with the name.
     """
     major, minor = torch_version.split(".")[:2]
     if f"{major}.{minor}" in tested_torch():

@@ -1,1 +1,1 @@
-"""What was set on a model, what that costs, and whether ranks agree about it."""
+"""Reports a model's settings and their cost, and whether ranks agree on them."""

@@ -27,8 +27,8 @@ from ..transports.host.topology import Places, Sent, Topology
 def stored_dtype_of(
     policy: MixedPrecisionPolicy, param: nn.Parameter, param_dtype: torch.dtype | None
 ) -> torch.dtype:
-    """The dtype in which ``policy``, ours or torch's, stores the shards of one parameter, to which
-    it gives this ``param_dtype``."""
+    """The dtype in which ``policy``, ours or torch's, stores the shards of a parameter with this
+    ``param_dtype``."""
     if getattr(policy, "cast_frozen_params", False) and not param.requires_grad:
         return compute_dtype(param.dtype, param_dtype)
     return param.dtype
@@ -41,15 +41,15 @@ class BucketFacts:
     Attributes:
         names: names of its parameters, in the order of ``layout.slots``.
         trained: which of them get gradients.
-        num_shards, num_replicas: number of ranks that share each parameter; that hold the same
-            shard.
+        num_shards, num_replicas: number of ranks that share each parameter, and number of ranks
+            that hold the same shard.
         aliased: computation uses the shards themselves; nothing is gathered.
         kept: frozen, and kept gathered from step to step.
         exchanged: ranks exchange messages in pairs instead of using collectives; low-precision
             gradients are sent uncast and added in float32.
-        policy: in which fewer bytes weights and gradients are sent, if any.
-        shard_places, replica_places: where the ranks are that share each parameter; that hold the
-            same shard. None: not known.
+        policy: for weights and gradients that are sent in fewer bytes, if any.
+        shard_places, replica_places: hosts of the ranks that share each parameter, and of the ranks
+            that hold the same shard. None: not known.
     """
 
     names: tuple[str, ...]
@@ -80,7 +80,7 @@ class BucketFacts:
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of each rank's sharded storage; that of the sharded gradients is as large."""
+        """Bytes of each rank's sharded parameters; sharded gradients have the same size."""
         return self.layout.shard_numel * self.orig_dtype.itemsize
 
     @property
@@ -128,7 +128,7 @@ class BucketFacts:
         return _split((layout.num_shards - 1) * nbytes, _ring(places))
 
     def reduce(self, plan: ReducePlan | None = None) -> Sent:
-        """Bytes that a rank sends in the reduce-scatter of all its gradients, or those of one."""
+        """Bytes that a rank sends in the reduce-scatter of all its gradients, or in ``plan``'s."""
         if self.num_shards == 1:
             return Sent(0, 0)
         plan, places = plan or self._reduced, self.shard_places
@@ -146,7 +146,7 @@ class BucketFacts:
         return _split((self.num_shards - 1) * nbytes, _ring(places))
 
     def _reduce_narrow(self, row: int) -> Sent:
-        """An all-to-all of rows of so many bytes, or two of them."""
+        """Bytes of an all-to-all, or of two, whose rows have ``row`` bytes."""
         places, (node, num) = self.shard_places, self._hops
         if places is None or node == 1:
             return _split(num * row, _pairs(places))
@@ -158,8 +158,8 @@ class BucketFacts:
         return Sent(num * row - between, between)
 
     def all_reduce(self, plan: ReducePlan | None = None) -> Sent:
-        """Bytes that a rank sends in the all-reduce over the replicas of all its gradients, or
-        those of one reduction."""
+        """Bytes that a rank sends in the all-reduce of all its gradients over the replicas, or in
+        ``plan``'s."""
         if self.num_replicas == 1:
             return Sent(0, 0)
         plan, places = plan or self._reduced, self.replica_places
@@ -183,13 +183,13 @@ class BucketFacts:
 
     @property
     def knows_places(self) -> bool:
-        """Whether it is known where all ranks are that this rank sends to."""
+        """Whether the hosts of all ranks that this rank sends to are known."""
         shards_known = self.num_shards == 1 or self.shard_places is not None
         return shards_known and (self.num_replicas == 1 or self.replica_places is not None)
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes that error feedback keeps: what rounding took from the last gradients."""
+        """Bytes that error feedback keeps: the rounding errors of the last gradients."""
         policy, plan = self.policy, self._reduced
         if policy is None or not policy.error_feedback or self._narrow is None or not plan.spans:
             return 0
@@ -221,7 +221,7 @@ class BucketFacts:
 
     @cached_property
     def _hops(self) -> tuple[int, int]:
-        """Ranks per node of a reduction in two hops (1: in one), and how many rows a rank sends."""
+        """Ranks per node of a two-hop reduction (1: one hop), and how many rows a rank sends."""
         node = 1 if self.policy is None else hops_of(self.policy, self.num_shards)
         if node == 1:
             return 1, self.num_shards - 1
@@ -241,13 +241,13 @@ def _cut_of(plan: ReducePlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _gathered_row(layout: BucketLayout, dtype: torch.dtype) -> int:
-    """Bytes of a rank that a gather brings to all others."""
+    """Bytes of a rank that a gather sends to each other rank."""
     numel = sum(layout.slots[i].shard_numel for i in layout.direct) + layout.pack_numel
     return numel * dtype.itemsize
 
 
 def _first(topology: Topology | None, group: str) -> Places | None:
-    """Seen from the first rank of a group."""
+    """The places of a group's ranks, seen from its first rank."""
     return None if topology is None else topology.ring(group).places(0)
 
 
@@ -260,7 +260,7 @@ def _pairs(places: Places | None) -> Callable[[int], int] | None:
 
 
 def _split(nbytes: int, between: Callable[[int], int] | None) -> Sent:
-    """``nbytes``, of which so many go to other hosts; None: not known, which counts as none."""
+    """``nbytes``, split by host; ``between`` None: not known, so nothing goes to other hosts."""
     found = 0 if between is None else between(nbytes)
     return Sent(nbytes - found, found)
 
@@ -307,11 +307,11 @@ def buckets_of(
         num_shards, num_replicas: sizes of the mesh.
         reduce_dtype: ``reduce_dtype`` of the mixed-precision policy.
         direct_min_bytes: as in `fully_shard`.
-        num_hosts: as of `direct_limit`.
+        num_hosts: as in `direct_limit`.
         exchanged: see `BucketFacts`.
         offloaded: whether shards are in host memory.
         comm_policy: as in `fully_shard`.
-        topology: where the ranks are, if that is known.
+        topology: the hosts of the ranks, if known.
     """
     groups: dict[tuple[bool, torch.dtype, torch.dtype, bool], list[ParameterFacts]] = {}
     for param in params:

@@ -1,4 +1,4 @@
-"""`explain`: reports a model's settings, what its units hold, and what a step communicates.
+"""`explain`: reports a model's settings, its units' memory, and the traffic of a step.
 
 For a sharded model, the numbers are read from its units; for an unsharded one, they come from the
 same arithmetic on the layouts that its units would have. Nothing is communicated and no memory is
@@ -46,7 +46,7 @@ def explain(
     ranks_per_node: int | None = None,
     **fields: Any,
 ) -> Explanation:
-    """Report a model's units, the memory they hold, and what a step communicates.
+    """Report a model's units, their memory, and the traffic of a step.
 
     Args:
         model: a model sharded by `fully_shard` or `shard_model`, before or after its first forward;
@@ -55,14 +55,14 @@ def explain(
             are needed.
         sharding, ignored_params: as in `shard_model`; only with ``mesh_shape``.
         device_type: with ``mesh_shape``, the device type, which determines the transport;
-            ``"cpu"`` means gloo.
-        ranks_per_node: with ``mesh_shape``, the ranks of each host, which are numbered host by
-            host; None: all are on one. The report then says what goes to other hosts. A sharded
-            model over gloo knows where its ranks are from its first forward on.
-        fields: of `Sharding`, by name, which come before those of ``sharding``.
+            ``"cpu"`` uses gloo.
+        ranks_per_node: with ``mesh_shape``, the number of ranks on each host. Ranks are numbered
+            host by host. None: one host. The report then includes the bytes that go to other hosts.
+            For a sharded model over gloo, hosts are known after its first forward.
+        fields: fields of `Sharding`, by name; they override ``sharding``.
 
     Returns:
-        The numbers; print it for a table.
+        The numbers; print them for a table.
 
     Raises:
         ValueError: if the model is unsharded and ``mesh_shape`` is missing, or sharded and
@@ -147,7 +147,7 @@ def _placements(param: ParameterFacts, num_dims: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Settings:
-    """What `shard_model` gets, and where."""
+    """The arguments of `shard_model`, and the mesh."""
 
     sharding: Sharding
     strategy: Strategy
@@ -311,7 +311,7 @@ def _show_placement(placement: Any) -> str:
 
 @dataclass
 class _Draft:
-    """A unit before it is known which one runs last in forward."""
+    """A unit, as long as the last unit of forward is unknown."""
 
     name: str
     modules: tuple[str, ...]

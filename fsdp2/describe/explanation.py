@@ -21,8 +21,8 @@ class ParameterReport:
     Attributes:
         shape: shape of the whole parameter, as this rank sees it.
         placements: placements of its DTensor, one per mesh dim.
-        direct: True: gathered straight into place; False: packed with others and copied out; None:
-            not gathered.
+        direct: True: gathered directly into its place; False: packed with other parameters and
+            copied out; None: not gathered.
     """
 
     name: str
@@ -43,22 +43,22 @@ class UnitReport:
         stored_dtypes, compute_dtypes, reduce_dtypes: dtypes of parameters, of computation and
             gathers, and of gradient reduction.
         num_shards, num_replicas: sizes of its mesh.
-        sharded_bytes: bytes of the sharded parameters; sharded gradients take as many, once they
-            exist.
+        sharded_bytes: bytes of the sharded parameters; sharded gradients have the same size once
+            they exist.
         padding_bytes: padding in the sharded parameters of all ranks together.
         gathered_bytes: bytes of the unsharded parameters, between gather and free.
         reshard_after_forward: True, False, or the number of ranks to reshard to.
-        reshard_after_backward: whether it is freed after backward.
+        reshard_after_backward: whether the gathered parameters are freed after backward.
         offload: whether shards are in host memory.
-        forward_prefetch, backward_prefetch: units gathered ahead, if set manually; None: the unit
-            that ran after this one in the last forward, or before it.
+        forward_prefetch, backward_prefetch: units to prefetch, if set manually; None: the unit
+            that ran after this one in the last forward, or (in backward) before it.
         num_gathers: all-gathers in a step of one micro-batch; 0 if nothing is gathered.
         sent_by_gathers, sent_by_reduction, sent_by_all_reduction: bytes that a rank sends in such a
-            step: all-gathers, the reduce-scatter, and the all-reduce over replicas (as rings).
-        comm_policy: the settings of its `CommPolicy`, which those bytes follow; None: none.
-        residual_bytes: what error feedback keeps of the last gradients.
-        sent_between_hosts: of these bytes, those that go to other hosts (in rings on average);
-            None: not known.
+            step, by all-gathers, the reduce-scatter, and the all-reduce over replicas (as rings).
+        comm_policy: the settings of its `CommPolicy`, which these bytes include; None: no policy.
+        residual_bytes: bytes of the last gradients' rounding errors that error feedback keeps.
+        sent_between_hosts: the part of the sent bytes that goes to other hosts (for rings, on
+            average); None: not known.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Totals:
     """Sums over the units, named as in `UnitReport`.
 
     Attributes:
-        num_ranks: number of ranks that share the model or hold replicas of it.
+        num_ranks: number of ranks of the mesh, shards times replicas.
     """
 
     num_ranks: int
@@ -125,7 +125,7 @@ class Explanation:
         units: the root first, then in model order.
         order: names of the units in the order of the last forward; empty before the first.
         communicators: for a model sharded on an accelerator, the purpose of each process group of
-            this rank; a shared group has several: "all-gather + reduce-scatter".
+            this rank, such as "all-gather + reduce-scatter" for a shared group.
         max_gathered_bytes: the limit on gathered bytes of all units together; None: no limit.
     """
 
@@ -137,7 +137,7 @@ class Explanation:
     max_gathered_bytes: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The explanation as dicts, lists, strings and numbers."""
+        """The explanation as JSON-compatible values."""
         return json.loads(json.dumps(asdict(self)))
 
     def to_json(self) -> str:
@@ -151,8 +151,8 @@ class Explanation:
         return "\n".join([head, "", plain_table(header, rows, right), "", *notes])
 
     def rows(self) -> tuple[tuple[str, ...], list[tuple[str, ...]], str]:
-        """The table: its header, its rows (equal units share one), and the indices of the columns
-        to align right."""
+        """The table: its header, its rows (adjacent equal units share one), and the indices of the
+        right-aligned columns."""
         rows: list[tuple[str, ...]] = []
         for facts, alike in groupby(self.units, key=_row):
             names = [unit.name for unit in alike]
@@ -165,7 +165,7 @@ class Explanation:
         return _HEADER, rows, _RIGHT
 
     def notes(self) -> list[str]:
-        """Sentences: a summary, then facts that are not in the table."""
+        """The lines around the table: a summary, then facts that the table lacks."""
         t = self.totals
         what = f"strategy '{self.strategy}'" if self.strategy else "no named strategy"
         lines = [

@@ -1,8 +1,8 @@
-"""torch's flight recorder: its last collectives of this process, written to a file during a hang.
+"""torch's flight recorder: the last collectives of this process, written to a file during a hang.
 
-torch notes each collective of NCCL and gloo in a ring in memory: sizes, dtypes, state, the stack of
-the call. `torchfrtrace` (with torch) compares the files of all ranks. What is sent as messages and
-read from other processes' memory is not in it.
+torch records each collective of NCCL and gloo in a ring buffer: sizes, dtypes, state, the stack of
+the call. `torchfrtrace` (part of torch) compares the files of all ranks. Messages, and reads from
+other processes' memory, are not recorded.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from pathlib import Path
 
 from ..common.torch_private import find
 
-PREFIX = "rank_"  # what torchfrtrace is given as --prefix
+PREFIX = "rank_"  # the --prefix for torchfrtrace
 _RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")  # of NCCL; of gloo, from torch 2.9 on
 
 
 def dump(folder: str | os.PathLike[str], rank: int) -> Path | None:
-    """Write what the recorder has into ``folder``.
+    """Write the recorder's entries into ``folder``.
 
-    Both recorders are asked, and the one with more entries is kept: a job on GPUs has few
-    collectives of gloo. (One file per rank is what torchfrtrace reads.)
+    torchfrtrace reads one file per rank, so of the two recorders, the one with more entries is
+    kept: a job on GPUs has few collectives of gloo.
 
     Returns:
         The file; None if this torch has no recorder, or it has recorded nothing.

@@ -1,8 +1,8 @@
-"""Hangs, named while they last: which rank the others wait for, and where that one is.
+"""Reports hangs while they last: which rank the others wait for, and where it is.
 
-A thread of each rank writes every now and then to the process group's store where its rank is. A
-rank that has waited for others too long reads what all have written. Steps run unchanged: they
-note nothing, no hook is installed, and nothing is sent by the training itself.
+On each rank, a thread periodically writes to the process group's store where the rank is. A rank
+that has waited for others too long reads the entries of all ranks. Training steps run unchanged:
+they record and send nothing, and no hook is installed.
 """
 
 from __future__ import annotations
@@ -37,35 +37,35 @@ from .flight_records import PREFIX
 from .whereabouts import CHECKPOINT, LOST, Whereabouts, line_of_error, look
 
 EXIT_CODE = 76  # of a process that ends because of a hang; free in sysexits.h
-_INTERVALS = 5  # in the time after which a wait is a hang: how often a rank writes where it is
-_LONGEST_S, _SHORTEST_S = 5.0, 0.05  # between two of them
+_INTERVALS = 5  # how often a rank writes where it is, in the time after which a wait is a hang
+_LONGEST_S, _SHORTEST_S = 5.0, 0.05  # limits of the time between two writes
 _UNSEEN = "a line that could not be seen"
 _AT_STORE = "fsdp2/hangs/at-store"  # the ranks on the store's host: "rank@host," of each
 
 
 class HangWarning(RuntimeWarning):
-    """Ranks have waited long for others; the message names those."""
+    """Ranks have waited long for others; the message names the late ranks."""
 
 
 @dataclass(frozen=True)
 class HangReport:
-    """Who waits, and for whom.
+    """Which rank waits, and for which ranks.
 
     Attributes:
-        rank: that reports.
-        waited_s: for how long it has waited, in seconds.
+        rank: the rank that reports.
+        waited_s: how long it has waited, in seconds.
         here: where it is.
-        elsewhere: where ranks are that others wait for, by rank.
-        silent: ranks that have stopped writing where they are: their processes are gone, stopped,
-            or cannot reach the store. Where they were last, None if they never wrote.
+        elsewhere: the ranks that others wait for, and where each of them is.
+        silent: the ranks that have stopped writing (because their processes are gone or stopped, or
+            cannot reach the store), and where each was last; None if it never wrote.
         together: ranks that wait at the same place.
-        store_silent_s: for how long the store has not answered, in seconds, if that is why nothing
-            is known of the others.
-        store: its address, if it did not answer.
+        store_silent_s: seconds since the store's last answer, if the store's silence is the reason
+            that other ranks' places are unknown.
+        store: the store's address, if it did not answer.
         store_host: the name of its host; "" if no rank runs there.
-        at_store: ranks that run on its host, and are lost with that; where they were last.
-        flight_record: the file with torch's record of its collectives, if one was written.
-        error: by which its wait has ended; "" while it lasts.
+        at_store: the ranks that run on its host, and are lost with it, and where each was last.
+        flight_record: the file with torch's record of this rank's collectives, if written.
+        error: the error that ended the wait; "" while it lasts.
     """
 
     rank: int
@@ -95,11 +95,9 @@ class HangReport:
             lines += self._lines_of_store()
         silent: dict[str, list[int]] = {}
         for rank, last in self.silent.items():
-            silent.setdefault("never heard of" if last is None else f"last {last}", []).append(rank)
+            silent.setdefault("never seen" if last is None else f"last {last}", []).append(rank)
         for text, ranks in silent.items():
-            lines.append(
-                f"Nothing is heard of {name_ranks(ranks)}: gone, stopped, or cut off; {text}."
-            )
+            lines.append(f"No sign of {name_ranks(ranks)}: gone, stopped, or cut off; {text}.")
         apart: dict[str, list[int]] = {}
         for rank, place in self.elsewhere.items():
             apart.setdefault(str(place), []).append(rank)
@@ -114,7 +112,7 @@ class HangReport:
                 else "All ranks wait at this place: the connection or the device hangs."
             )
         elif len(self.together) > 1 and not self.error:
-            lines.append(f"At the same place wait {name_ranks(self.together)}.")
+            lines.append(f"Waiting at the same place: {name_ranks(self.together)}.")
         if self.flight_record is not None:
             folder = self.flight_record.parent
             lines.append(f"Collectives: {self.flight_record} (torchfrtrace {folder} -p {PREFIX})")
@@ -131,7 +129,7 @@ class HangReport:
         more = "more " if self.at_store else ""
         lines = [
             f"The store of the process group has not answered for {self.store_silent_s:.0f} s"
-            f"{at}: {gone}. So nothing {more}is known of other ranks."
+            f"{at}: {gone}. So nothing {more}is known about other ranks."
         ]
         by_place: dict[str, list[int]] = {}
         for rank, place in self.at_store.items():
@@ -148,11 +146,11 @@ def judge(
     places: Mapping[int, Whereabouts | None],
     alive: Mapping[int, bool],
 ) -> HangReport:
-    """Who is missing where ``rank`` waits. Pure.
+    """Find the ranks that are missing where ``rank`` waits. Pure.
 
     Args:
-        places: what each rank wrote last; None if it never did.
-        alive: whether it is still writing.
+        places: each rank's last entry; None if it never wrote.
+        alive: whether each rank is still writing.
     """
     here = places[rank]
     assert here is not None
@@ -161,8 +159,8 @@ def judge(
         if r != rank and not alive[r] and not _has_ended(place)
     }  # fmt: skip
     others = {r: p for r, p in places.items() if r not in silent and p is not None}
-    # A rank that waits for the same is where it should be, however many units it has begun: a
-    # forward counts a unit before its gather, a backward after its reduction.
+    # A rank that waits for the same operation is in the right place, however many units it has
+    # begun: a forward counts a unit before its gather, a backward after its reduction.
     together = [r for r, p in others.items() if r == rank or _same(p, here)]
     elsewhere = {r: p for r, p in others.items() if r not in together}
     return HangReport(rank, waited_s, here, elsewhere, silent, tuple(sorted(together)))
@@ -174,10 +172,10 @@ def judge_loss(
     places: Mapping[int, Whereabouts | None],
     alive: Mapping[int, bool],
 ) -> HangReport:
-    """Whom ``rank`` has lost, as ``error`` says. Pure; arguments as of `judge`."""
+    """Find the ranks that ``rank`` has lost, according to ``error``. Pure; see `judge`."""
     report = judge(rank, 0.0, places, alive)
-    # A connection breaks on all ranks that need it, so those that lost others are not to blame;
-    # nor those that live, where one does not or had an error of its own.
+    # A connection breaks on all ranks that need it, so ranks that lost others are not to blame.
+    # Nor are live ranks, if another one is silent or has raised an unrelated error.
     lost = [r for r, place in report.elsewhere.items() if place.ended == LOST]
     failed = {r: p for r, p in report.elsewhere.items() if p.ended and p.ended != LOST}
     live = {r: p for r, p in report.elsewhere.items() if not p.ended}
@@ -191,37 +189,37 @@ def _same(a: Whereabouts, b: Whereabouts) -> bool:
 
 
 class watch_hangs:  # noqa: N801 (used like a function)
-    """Context that names the ranks for which others wait in vain, while they wait.
+    """Context manager that reports hangs and names the ranks that others wait for.
 
-    A thread of each rank writes to the store of the default process group where the rank is: step,
-    phase, unit, line of the program. When a rank has waited for others for longer than ``after_s``,
-    it reads what all wrote, and reports which ranks are somewhere else, and which have stopped
-    writing. The steps themselves do nothing more than without it. Every rank has to enter the
-    context; ranks that do not are reported as never heard of.
+    On each rank, a thread writes to the store of the default process group where the rank is: step,
+    phase, unit, line of the program. A rank that has waited longer than ``after_s`` reads the
+    entries of all ranks. It reports which ranks are somewhere else, and which have stopped writing.
+    Training steps do no additional work. Every rank must enter the context; a rank that does not is
+    reported as never seen.
 
     Args:
         model: sharded, or with sharded modules inside.
-        after_s: how long a wait is before it is reported, in seconds. Longer than the slowest thing
-            that one rank does alone (writing a file, loading data). Choose it below the timeout of
-            the process group, which raises an error without these names. The same on all ranks: it
-            also says how often each writes, and who writes less often counts as silent.
-        on_hang: "warn": a `HangWarning`, and training goes on if the rank comes after all. "exit":
-            the same text and the stacks of all threads on stderr, and the process ends with exit
-            code 76, so that a launcher can start the job again. Or a function, called with a
-            `HangReport` from a thread of its own; each wait is reported once.
-        flight_records: a folder, one for all ranks, for the last collectives of each rank that
-            reports, as torch's flight recorder has them: ``torchfrtrace FOLDER -p rank_`` compares
-            them. None: none are written.
+        after_s: seconds after which a wait is reported; the same on all ranks, because it also
+            determines how often each rank writes. Choose more than the longest task of a single
+            rank (writing a file, loading data). Choose less than the timeout of the process group,
+            whose error does not name the late ranks.
+        on_hang: "warn": issue a `HangWarning`; training continues if the late rank arrives. "exit":
+            print the same text and the stacks of all threads on stderr, and end the process with
+            exit code 76, so that a launcher can restart the job. Or a function, called with a
+            `HangReport` from another thread. Each wait is reported once.
+        flight_records: a folder, the same for all ranks. Each rank that reports writes its last
+            collectives there, from torch's flight recorder; ``torchfrtrace FOLDER -p rank_``
+            compares them. None: none are written.
 
-    A wait also ends by an error, as when the process of another rank has died: its connections
-    break. If such an error leaves the context, the rank first finds out, for at most two fifths of
-    ``after_s``, from whom nothing is heard any more or who had an error of its own, and reports
-    that in the same way; then the error goes on. (Whatever ``on_hang`` is, the process does not end
-    by this, and a function is called in the thread that leaves the context.)
+    If the process of another rank dies, connections break, and the wait ends with an error. When
+    such an error leaves the context, the rank looks for silent ranks and for ranks that raised an
+    error, for at most two fifths of ``after_s``. It reports them in the same way, and the error
+    propagates. In this case, "exit" does not end the process, and a function is called in the
+    thread that leaves the context.
 
-    A store that does not answer for ``after_s``, while this rank waits in vain, is reported too:
-    its host is gone, or the link of this one is cut. Often it runs on the host of rank 0. Each rank
-    therefore keeps what those on that host wrote last, and names them, as they are lost with it.
+    If the store does not answer for ``after_s`` while this rank waits, that is reported too: its
+    host is gone, or this host is cut off. The store often runs on the host of rank 0. Each rank
+    therefore remembers the last entries of the ranks on the store's host, and includes them.
 
     Raises:
         ValueError: if ``after_s`` is not positive, or ``on_hang`` is none of these.
@@ -266,7 +264,7 @@ class watch_hangs:  # noqa: N801 (used like a function)
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> watch_hangs:
-        # Nobody to wait for: one process, also one that plays a rank of many.
+        # No ranks to wait for: a single process, even if it simulates a rank of many.
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return self
         if dist.get_backend() in ("fake", "threaded"):
@@ -274,10 +272,10 @@ class watch_hangs:  # noqa: N801 (used like a function)
         if not can_meet(dist.get_backend()):
             raise RuntimeError(
                 "watch_hangs needs a process group whose ranks share a TCPStore or a FileStore, "
-                f"which those of backend '{dist.get_backend()}' here do not"
+                f"which the ranks of backend '{dist.get_backend()}' here do not"
             )
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        # A client of its own: the training thread may wait in the other for minutes.
+        # A separate client: the training thread may wait in the other for minutes.
         self._store: Any = dist.distributed_c10d._get_default_store().clone()
         self._trains = threading.get_ident()
         self._answered = time.monotonic()
@@ -311,7 +309,7 @@ class watch_hangs:  # noqa: N801 (used like a function)
             self._act(self._found or unknown)
 
     def _note(self, error: BaseException) -> None:
-        """What the others are told; and whether this rank has lost others."""
+        """Keep the error for the other ranks, and whether it means that ranks were lost."""
         what = lost_what(error)
         first = (str(error).splitlines() or [""])[0][:200]
         self._ended = f"{type(error).__name__}: {first}"
@@ -348,7 +346,7 @@ class watch_hangs:  # noqa: N801 (used like a function)
         waited_s = self._stay.in_s(place)
         if not waited_s:
             self._reported = False
-        # Devices wait in the place of the host, which only stops moving.
+        # With devices, the host does not wait visibly; it only stops moving.
         waits = place.waits_for or self._on_devices
         if waits and waited_s >= self._after_s and not self._reported:
             self._report(place, waited_s)
@@ -365,15 +363,15 @@ class watch_hangs:  # noqa: N801 (used like a function)
         waited_s = self._stay_without.in_s(place)
         if waited_s < self._after_s or not (place.waits_for or self._on_devices):
             return True
-        # It may be the store for which the program waits, so there is nobody else to blame.
+        # The program may be waiting for the store itself, so no rank is to blame.
         self._reported_store = True
         self._act(HangReport(self._rank, waited_s, place, {}, {}, (), silent_s))
         return False
 
     def _look(self) -> Whereabouts:
-        """Where this rank is; if that cannot be told, where it was."""
-        # The program goes on while it is looked at, and what it does is its own. But a rank that
-        # writes nothing counts as gone.
+        """Where this rank is; if that cannot be determined, where it was."""
+        # The program continues during the look and may do anything, so the look can fail. But a
+        # rank that writes nothing counts as gone.
         try:
             self._place = look(self._units, self._names, self._trains)
         except Exception as error:
@@ -394,7 +392,8 @@ class watch_hangs:  # noqa: N801 (used like a function)
         return place
 
     def _tell_at_store(self) -> None:
-        """That this rank runs on the store's host; after its first `_write`, which others read."""
+        """Write that this rank runs on the store's host; after its first `_write`, which others
+        read."""
         mine = f"{self._rank}@"
         if self._store.check([_AT_STORE]):
             said = self._store.get(_AT_STORE).decode().split(",")
@@ -403,9 +402,9 @@ class watch_hangs:  # noqa: N801 (used like a function)
         self._store.append(_AT_STORE, f"{mine}{socket.gethostname()},")
 
     def _remember(self) -> None:
-        """Keep what the ranks on the store's host wrote: nobody can be asked when it is gone.
+        """Keep the entries of the ranks on the store's host, for when it is gone.
 
-        Only those: if every rank kept all, the store would send the square of their number.
+        Not of all ranks: the traffic of the store would grow with the square of their number.
         """
         if not _server(self._store) or not self._store.check([_AT_STORE]):
             return
@@ -422,10 +421,10 @@ class watch_hangs:  # noqa: N801 (used like a function)
         return f"fsdp2/hangs/{rank}"
 
     def _report(self, place: Whereabouts, waited_s: float) -> None:
-        """Read what the others wrote, twice, and report if there is anything to report."""
+        """Read the entries of all ranks twice, and report if they show a hang."""
         since = time.monotonic() - waited_s
         first = self._read()
-        # Whoever lives writes in between. So does this rank, for others that read at this time.
+        # Live ranks write in between. So does this one, since others may read at this time.
         for _ in range(3):
             if self._done.wait(self._interval_s) or not _stands(place, self._write()):
                 return
@@ -436,14 +435,14 @@ class watch_hangs:  # noqa: N801 (used like a function)
         late = any(where.order < place.order for where in report.elsewhere.values())
         waits = place.waits_for and place.waits_for != CHECKPOINT
         failed = any(where.ended for where in report.elsewhere.values())
-        # Else it computes, or it is itself the one for which others wait. Or those for which it
-        # waits write or read large files: that is no hang while they live.
+        # Otherwise it computes, or it is the rank that others wait for, or it waits for ranks that
+        # read or write large files, which is no hang as long as they are alive.
         if waits or late or failed or report.silent:
             self._reported = True
             self._act(report)
 
     def _find_lost(self) -> HangReport:
-        """Whoever lives writes within one interval; at most two pass until all are told apart."""
+        """Wait, for at most two intervals, until each rank has written or counts as silent."""
         first = self._read()
         end = time.monotonic() + 2 * self._interval_s
         while True:
@@ -487,7 +486,7 @@ class watch_hangs:  # noqa: N801 (used like a function)
                 os._exit(EXIT_CODE)
 
     def _read(self) -> dict[int, tuple[int, Whereabouts | None]]:
-        """What each rank wrote last: how often it has, and where it was."""
+        """Each rank's last entry: how many it has written, and where it was."""
         keys = [self._key(rank) for rank in range(self._size)]
         said = read_present(self._store, keys)
         found = [json.loads(said[key]) if key in said else (0, None) for key in keys]
@@ -504,7 +503,7 @@ def _server(store: Any) -> tuple[str, int] | None:
 
 
 def _address(store: Any) -> str:
-    """Of the host that has the store, and its port; "" if it is a file."""
+    """The address of the store's host, and its port; "" if the store is a file."""
     server = _server(store)
     return f"{server[0]}:{server[1]}" if server else ""
 
@@ -534,7 +533,7 @@ class _Stay:
         self._before: Whereabouts | None = None
 
     def in_s(self, place: Whereabouts) -> float:
-        """Seconds, up to now; 0 when it has come."""
+        """Seconds at ``place`` up to now; 0 if the rank has just arrived."""
         if self._before is None or not _stands(self._before, place):
             self._since, self._before = time.monotonic(), place
             return 0.0
@@ -543,5 +542,5 @@ class _Stay:
 
 
 def _stands(before: Whereabouts, now: Whereabouts) -> bool:
-    """Whether a rank has not moved. (A loop that polls changes lines, and goes nowhere.)"""
+    """Whether a rank has not moved. (A polling loop changes lines without making progress.)"""
     return (before.order, before.waits_for) == (now.order, now.waits_for)

@@ -1,7 +1,7 @@
-"""Checks that ranks do the same things, to debug hangs and replicas that drift apart.
+"""Checks that ranks do the same work, to debug hangs and replicas that drift apart.
 
 All ranks of a mesh must build the same units, run them in the same order and reduce the same
-gradients; if one does not, the others wait in a collective forever. The user calls these checks;
+gradients. If one does not, the others wait in a collective forever. The user calls these checks;
 some of them also run automatically before the first forward (`first_forward`).
 """
 
@@ -35,22 +35,22 @@ from ..sharding.param import ShardedParam
 def check_ranks_agree(model: nn.Module, *, values: bool = True, timeout_s: float = 60.0) -> None:
     """Check that all ranks sharded the model in the same way.
 
-    Compares the units, their parameters (names, shapes, dtypes, placements, ``requires_grad``),
-    their settings (mixed precision, resharding, offload, gradient sync), the order in which the
-    last forward ran them, and, for rows that several ranks hold, their values bitwise. Every rank
-    of the model's mesh must call it, between steps. It uses the store of the default process group
-    and no collectives. Everything except the values is also compared automatically before the
-    first forward, unless ``FSDP2_CHECK_RANKS=0`` is in the environment.
+    The check compares the units, their parameters (names, shapes, dtypes, placements,
+    ``requires_grad``), their settings (mixed precision, resharding, offload, gradient sync) and
+    their order in the last forward. It also compares the values of rows that several ranks hold,
+    bitwise. Call it on every rank of the model's mesh, between steps. It uses the store of the
+    default process group and no collectives. Everything except the values is also compared
+    automatically before the first forward, unless ``FSDP2_CHECK_RANKS=0`` is in the environment.
 
     Args:
         model: sharded, or with sharded modules inside.
         values: whether to compare parameters that several ranks hold (replicas of a 2-D mesh,
-            replicated units, 0-dim parameters) by checksums, for which they are read once.
+            replicated units, 0-dim parameters). Their checksums are compared, so each is read once.
         timeout_s: how long to wait for the slowest rank, in seconds.
 
     Raises:
-        RanksDisagreeError: (a RuntimeError) on every rank; says what differs and between which
-            ranks, or which ranks did not call it.
+        RanksDisagreeError: (a RuntimeError) on every rank. The message names the difference and
+            the ranks, or the ranks that did not call it.
 
     Example:
         >>> check_ranks_agree(model)
@@ -71,12 +71,12 @@ def check_ranks_agree(model: nn.Module, *, values: bool = True, timeout_s: float
 
 @contextmanager
 def watch_ranks(model: nn.Module, *, timeout_s: float = 60.0) -> Iterator[None]:
-    """Context in which ranks compare the next operation before each gather and reduction.
+    """Context manager in which ranks compare their next operation before each gather and reduction.
 
-    If a rank runs another module, reduces other gradients or stops early, an error names it instead
-    of a hang. Tensor-parallel ranks also compare before each sum of a partial gradient whether it
-    happens now or at the end of backward. Each step costs a message per unit and rank to the store
-    of the default process group, so use it for debugging, not for regular training.
+    If a rank runs another module, reduces other gradients or stops early, an error names it, where
+    the job would otherwise hang. Tensor-parallel ranks also compare whether each partial gradient
+    is summed now or at the end of backward. In each step, every rank sends messages for every unit
+    to the store of the default process group. Use it for debugging, not for regular training.
 
     Args:
         model: sharded, or with sharded modules inside.

@@ -1,7 +1,7 @@
-"""Where a rank is in its program, seen from another thread: nothing is noted in the step itself.
+"""Where a rank is in its program, seen from another thread; the step itself records nothing.
 
-What moves in a step (the number of backwards, the units of a forward, their states) is read from
-the runtime as it is; what a rank waits for, from the Python stacks of its threads.
+The progress of a step (the number of backwards, the units of a forward, their states) is read from
+the runtime. The operation that a rank waits for is read from the Python stacks of its threads.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ..runtime.unit import Unit
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 LOST = "the loss of other ranks"  # by which a rank ended
-# What a rank waits for that saves or loads. Others may be at work on their parts for minutes.
+# What a rank that saves or loads waits for. The others may work on their parts for minutes.
 CHECKPOINT = "all ranks to do their part of a checkpoint"
-# Python waits without a limit for a thread to say that it runs. One that gets no memory never does.
-START = "a thread of its own to start, for which there may be no memory"
+# Python waits indefinitely for a new thread to report that it runs. Without memory, it never does.
+START = "a new thread to start, for which there may be no memory"
 _OF_CHECKPOINTS = ("said_by_first", "told_by_all", "_agree", "SaveHandle.wait_committed")
 _PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
 
@@ -38,15 +38,15 @@ class Whereabouts:
     """Where a rank is.
 
     Attributes:
-        step: backwards that have begun.
-        phase: "forward", "backward", "outside" of the model.
-        units: how many units this forward has begun, or this backward reduced.
+        step: number of backwards that have begun.
+        phase: "forward", "backward", or "outside" of the model.
+        units: how many units this forward has begun, or this backward has reduced.
         unit: the innermost unit that is computing; "" outside of the model.
-        waits_for: what of other ranks it waits for; "" if it does not.
-        at: the line of the user's program, as in "train.py:88 in next_batch"; the innermost
-            function behind it.
-        ended: the error by which it left `watch_hangs`; "" if it did not. ``LOST``: one of the
-            communication, so the cause is elsewhere.
+        waits_for: the operation of other ranks that it waits for; "" if it does not wait.
+        at: the line of the user's program, and the innermost function there: "train.py:88 in
+            next_batch".
+        ended: the error by which it left `watch_hangs`; "" if it did not. ``LOST``: an error of the
+            communication, whose cause is another rank.
     """
 
     step: int
@@ -59,7 +59,7 @@ class Whereabouts:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """What grows as a rank goes on."""
+        """The progress of a rank: it grows while the rank continues."""
         phases = {"outside": 0, "forward": 1, "backward": 2}
         # A step is counted when its backward begins. Its forward came before that.
         begun = self.step - (self.phase == "backward")
@@ -72,7 +72,7 @@ class Whereabouts:
 
     @property
     def place(self) -> str:
-        """Phase, unit, step and line, as a text."""
+        """Phase, unit, step and line as text."""
         where = f"in {self.phase} of unit '{self.unit}'" if self.unit else "outside of the model"
         at = f", at {self.at}" if self.at else ""
         return f"{where}, step {self.order[0] + 1}{at}"
@@ -83,7 +83,7 @@ def look(units: Sequence[Unit], names: Mapping[Unit, str], thread: int) -> Where
 
     Args:
         units: of the model, with their names.
-        thread: the identity of the one that trains.
+        thread: the identity of the training thread.
     """
     waits_for, at = "", ""
     for stack in _stacks(thread):
@@ -110,15 +110,15 @@ def look(units: Sequence[Unit], names: Mapping[Unit, str], thread: int) -> Where
 
 
 def _gathered(units: Sequence[Unit], names: Mapping[Unit, str], phase: str) -> str:
-    """A unit to name where none says that it is computing: between two units."""
+    """The unit to name where no unit is computing: between two units."""
     if phase == "outside":
         return ""
     return next((names[unit] for unit in units if unit.state in GATHERED), "(root)")
 
 
 def _stacks(thread: int) -> list[list[FrameType]]:
-    """The Python stacks of all threads, innermost frame first; that of ``thread`` first."""
-    # Backward runs in threads of its own on devices, where hooks are Python again.
+    """The Python stacks of all threads, ``thread`` first; each has its innermost frame first."""
+    # On devices, backward runs in separate threads, where hooks are Python again.
     frames = sys._current_frames()
     first = frames.pop(thread, None)
     mine = sys._getframe()
@@ -138,7 +138,7 @@ def _file(frame: FrameType) -> str:
 
 
 def _what_is_waited_for(stack: Sequence[FrameType], names: Mapping[Unit, str]) -> str:
-    """From the functions of the library, and of torch.distributed, that wait."""
+    """Derive it from the functions of the library, and of torch.distributed, that wait."""
     for frame in stack:
         function = frame.f_code.co_qualname
         if _file(frame).startswith(_OURS):
@@ -166,14 +166,14 @@ def _what_is_waited_for(stack: Sequence[FrameType], names: Mapping[Unit, str]) -
 def _local(frame: FrameType, name: str) -> Any:
     """A local variable; None where there is none (yet), as ``self`` in a comprehension.
 
-    Only of frames of this package: until Python 3.13, a frame whose variables were looked at keeps
-    what they referred to, so a user's loss would outlive its step.
+    Only for frames of this package: until Python 3.13, a frame whose variables were read keeps
+    their values, so a user's loss would outlive its step.
     """
     return frame.f_locals.get(name)
 
 
 def _outermost_of_torch(stack: Sequence[FrameType]) -> FrameType:
-    """The function of torch.distributed that was called, of those around the innermost one."""
+    """The outermost function of torch.distributed around the innermost frame."""
     found = stack[0]
     for frame in stack:
         if _file(frame).startswith(_TORCH + "distributed" + os.sep):
@@ -185,13 +185,13 @@ def _outermost_of_torch(stack: Sequence[FrameType]) -> FrameType:
 
 
 def line_of_error(error: BaseException) -> str:
-    """The line of the user's program in which it was raised, or which called what raised it."""
+    """The line of the user's program that raised it, or that called the function that did."""
     places = list(traceback.walk_tb(error.__traceback__))
     return _line_of_user(reversed(places))
 
 
 def _line_of_user(places: Iterable[tuple[FrameType, int]]) -> str:
-    """Where the program is that uses the libraries.
+    """The place in the program that uses the libraries.
 
     Args:
         places: frames and lines, innermost first.

@@ -1,1 +1,1 @@
-"""Which part of a tensor a rank holds, as its DTensor says."""
+"""Which part of a tensor a rank holds, according to its DTensor."""

@@ -1,21 +1,22 @@
-"""A placement for shards that end only where blocks of rows do.
+"""A placement for shards that only end where a block of rows ends.
 
-`Shard` cuts as `torch.chunk` does, and most of torch knows no other rule: operators describe their
-results with a new ``Shard(dim)``, so that a subclass of it with another rule would be lost on the
-way, and what is left would be wrong. `_StridedShard` has a number besides its dim, its split
-factor, and operators hand that on: it says into how many pieces a dim was cut before. Positive
-numbers keep that meaning. A negative one says here that shards are whole blocks of so many rows;
-without this file torch refuses such a number wherever it cuts or joins a tensor.
+`Shard` splits like `torch.chunk`, and most of torch supports no other rule: operators describe
+their results with a new ``Shard(dim)``. They would replace a subclass with another rule by a plain
+`Shard`, which would be wrong. `_StridedShard` has one more number, its split factor, and operators
+pass it on. A positive number keeps its meaning: into how many pieces a dim was split before. A
+negative number means here that shards are whole blocks of so many rows. Without this file, torch
+rejects such a number wherever it splits or joins a tensor.
 
 [Note: what torch is taught]
-All that torch knows about where a `_StridedShard` lies comes from one method of that class, which
-cuts a tensor into shards: to join them, and to tell sizes and offsets, it cuts indices. The method
-is replaced when the first `block_shard` is made, and for other split factors does what it did. So
-there is one class of placement, however an operator, pickle or a deep copy has made it again.
 
-On meshes of several dims torch plans how to redistribute a tensor without regard to what such a
-`_StridedShard` was cut from. Where that would give a wrong tensor, because several mesh dims cut
-the same tensor dim before or after, the plan is made here.
+torch gets the position of a `_StridedShard` from one method of that class, which splits a tensor
+into shards. To join shards, and to compute sizes and offsets, torch splits indices with it. The
+first `block_shard` replaces the method, with the same behaviour for other split factors. So there
+is one class of placement, no matter how an operator, pickle or a deep copy has made it again.
+
+On meshes of several dims, torch plans how to redistribute a tensor, but ignores how such a
+`_StridedShard` was split. The plan is made here if torch's would give a wrong tensor: if several
+mesh dims split the same tensor dim before or after.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ from .boxes import split_evenly
 
 
 def block_shard(dim: int, granularity: int) -> Placement:
-    """The placement of a tensor dim that is cut into shards of whole blocks.
+    """The placement of a tensor dim that is split into shards of whole blocks.
 
     Args:
         dim: the tensor dim.
         granularity: entries along ``dim`` per block, at least 1. The last block may have fewer.
 
     Raises:
-        NotImplementedError: if this release of torch lacks what is needed, or nothing may be
-            taught to it (`common/torch_patches.py`).
+        NotImplementedError: if this release of torch lacks a required name, or patches are turned
+            off (`common/torch_patches.py`).
     """
     _teach_torch()
     return _StridedShard(dim, split_factor=-granularity)
@@ -66,7 +67,7 @@ def _split_tensor(
     with_padding: bool = True,
     contiguous: bool = True,
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """The shards of a whole tensor, and how much padding each got to be as long as the first."""
+    """The shards of a whole tensor, and the padding of each to the length of the first."""
     size, granularity = tensor.size(self.dim), granularity_of(self)
     shards = [
         tensor.narrow(self.dim, *split_evenly(size, num_chunks, index, granularity))
@@ -108,7 +109,7 @@ def _teach_torch() -> None:
         )
     missing = [name for name in _TAUGHT if not callable(getattr(_StridedShard, name, None))]
     plan = getattr(redistribution, "_gen_transform_infos_non_cached", None)
-    # A subclass of `Shard` would be taken for one by operators.
+    # Operators would treat a subclass of `Shard` as a plain one.
     if missing or plan is None or issubclass(_StridedShard, Shard):
         raise NotImplementedError(
             f"shard_granularity is not supported with torch {torch.__version__}: it was tested "
@@ -127,7 +128,7 @@ def _planned(plan: Callable[..., Any], source: Any, target: Any, *args: Any, **k
 
 
 def _are_nested(source: Sequence[Any], target: Sequence[Any]) -> bool:
-    """Whether several mesh dims cut a tensor dim, one of them in blocks."""
+    """Whether several mesh dims split a tensor dim, one of them in blocks."""
     cuts = {
         (p.dim, mesh_dim)
         for placements in (source, target)
@@ -139,8 +140,8 @@ def _are_nested(source: Sequence[Any], target: Sequence[Any]) -> bool:
 
 
 def _plan_through_replicas(source: Any, target: Any, here: Sequence[int]) -> list[Any]:
-    """Replicate the tensor over all mesh dims, the last first, then cut it, the first first."""
-    # Not the fewest bytes, and right whatever cuts what.
+    """Replicate the tensor over all mesh dims, the last first, then split it, the first first."""
+    # Not the fewest bytes, but correct for every combination of splits.
     shapes, shape = [], list(source.shape)
     for mesh_dim, p in enumerate(source.placements):
         shapes.append(list(shape))

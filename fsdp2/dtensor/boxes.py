@@ -71,8 +71,8 @@ class Box(NamedTuple):
 def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     """Two of the boxes that have an element in common; None if no two have.
 
-    A sweep along the dim in which they begin at the most places: next to linear in their number
-    where a tensor is cut along one dim.
+    This sweeps along the dim with the most different starts: almost linear in the number of boxes
+    if a tensor is split along one dim.
     """
     if len(boxes) < 2:
         return None
@@ -161,16 +161,16 @@ def _boxes_of_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> It
 
 
 def entries_per_part(size: int, num: int, granularity: int = 1) -> int:
-    """Entries of all parts but the last ones, if ``size`` entries are cut into ``num``.
+    """Entries of all parts but the last ones, if ``size`` entries are split into ``num``.
 
     Args:
-        granularity: parts are multiples of it, except where the entries end; 1: as `torch.chunk`.
+        granularity: parts are multiples of it, except the last one; 1: as `torch.chunk`.
     """
     return min(-(-size // (num * granularity)) * granularity, size)
 
 
 def split_evenly(size: int, num: int, index: int, granularity: int = 1) -> tuple[int, int]:
-    """Start and length of part ``index``, cut as `entries_per_part` says."""
+    """Start and length of part ``index``, for parts of `entries_per_part` entries."""
     chunk = entries_per_part(size, num, granularity)
     start = min(index * chunk, size)
     return start, min(chunk, size - start)

@@ -38,8 +38,8 @@ def spec_over(
 ) -> DTensorSpec:
     """torch's description of a DTensor.
 
-    `DTensor.from_local` makes one, too, in an autograd function: a sixth of the time that
-    `fully_shard` takes. And it copies a tensor in host memory to the mesh's device.
+    `DTensor.from_local` makes one, too, but in an autograd function, which took a sixth of the time
+    of `fully_shard`. It also copies a tensor in host memory to the mesh's device.
     """
     whole = TensorMeta(torch.Size(shape), tuple(stride), dtype)
     return DTensorSpec(mesh, tuple(placements), whole)
@@ -52,6 +52,6 @@ def laid_out_as(like: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The local tensor itself of a DTensor, unlike ``to_local`` outside of autograd; else
+    """The local tensor of a DTensor itself, without autograd (unlike ``to_local``); else
     ``tensor``."""
     return getattr(tensor, "_local_tensor", tensor)

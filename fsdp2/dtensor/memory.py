@@ -1,4 +1,4 @@
-"""Memory that several tensors share: a part as a storage of its own, neighbours as one tensor."""
+"""Memory that several tensors share: a part as a separate storage, neighbours as one tensor."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from ..common.torch_patches import register
 
 
 def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor at offset 0 of a storage that has nothing else.
+    """The same memory as a tensor at offset 0 of a storage of the same size.
 
     For local tensors of DTensors: torch.compile, `copy.deepcopy` and pickle need offset 0; see
     `TensorSpec.wrap`.
 
     Args:
-        tensor: contiguous, of a storage whose size does not change, as the slice would keep the
-            old address.
+        tensor: contiguous, in a storage whose size does not change: the slice would keep the old
+            address.
     """
     return tensor.new_empty(0).set_(storage_part(tensor), 0, tensor.shape, tensor.stride())
 
 
 def storage_part(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """The bytes of a contiguous tensor, as a storage on the memory where they are now."""
+    """The bytes of a contiguous tensor, as a storage at their present address."""
     start = int(tensor.storage_offset()) * tensor.itemsize
     return storage_slice(tensor.untyped_storage(), start, start + int(tensor.nbytes))
 
 
 def storage_slice(whole: torch.UntypedStorage, start: int, stop: int) -> torch.UntypedStorage:
-    """Bytes ``start`` to ``stop`` as a storage, on the memory where they are now."""
+    """Bytes ``start`` to ``stop`` as a storage at their present address."""
     storage: Any = whole[start:stop]
     for name in _SHARING:
         setattr(storage, name, _refuse_to_share)
@@ -44,13 +44,13 @@ def storage_slice(whole: torch.UntypedStorage, start: int, stop: int) -> torch.U
 def _honour_record_stream() -> None:
     """Let ``record_stream`` of a part record the memory that the part is in.
 
-    Caching allocators know what they gave out, and say nothing when they are asked for anything
-    else: the memory would be given out again while the user's stream reads it.
+    Caching allocators only recognize memory blocks that they returned, and silently ignore other
+    addresses: the memory would be reused while the user's stream reads it.
     """
 
     def add_kernel() -> object:
         # Below Python and autograd, where calls of the method, of the operator, and of both by
-        # tensor subclasses come by; torch has nothing of its own there.
+        # tensor subclasses pass; torch registers nothing there.
         library = torch.library.Library("aten", "IMPL")
         library.impl("record_stream", _record_stream, "BackendSelect", with_keyset=True)
         return library  # the kernel goes with it
@@ -67,24 +67,24 @@ def _record_stream(keys: Any, tensor: torch.Tensor, stream: torch.Stream) -> Non
         record(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(whole), stream)
 
 
-# What `torch.multiprocessing` and ``share_memory_`` call on a storage. On the CPU they move it to
-# shared memory: the unit would silently go on with the old memory. On CUDA they look for an
-# allocation that begins where the storage does.
+# `torch.multiprocessing` and ``share_memory_`` call these on a storage. On the CPU they move it to
+# shared memory: the unit would silently keep the old memory. On CUDA they look for an allocation
+# that begins where the storage does.
 _SHARING = ("_share_fd_cpu_", "_share_filename_cpu_", "_share_cuda_")
 
 
 def _refuse_to_share(*_: object, **__: object) -> None:
     raise RuntimeError(
         "This tensor is a part of the memory of its unit (a shard of a parameter, or its "
-        "gradient), so it cannot be shared with other processes by itself. Share a copy: "
+        "gradient), so it cannot be shared with other processes. Share a copy: "
         "param.to_local().detach().clone(), or fsdp2.full_state_dict(model) for whole tensors"
     )
 
 
 def at_address(address: int, numel: int, like: torch.Tensor) -> torch.Tensor:
-    """A flat tensor over memory that others own.
+    """A flat tensor over memory that other tensors own.
 
-    It keeps nothing alive: use it only while tensors that own the memory exist.
+    It does not keep the memory alive: use it only while the owners exist.
 
     Args:
         address: of the first element, in bytes.
@@ -97,13 +97,13 @@ def at_address(address: int, numel: int, like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(0).set_(storage, 0, (numel,), (1,))
 
 
-# Noted when storages are made, never in a step. Python's object of a storage stays the same as
-# long as somebody holds it, and buckets hold theirs.
+# Recorded when storages are made, never in a step. Python's object of a storage stays the same as
+# long as something holds it, and buckets hold theirs.
 _gathered: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
 
 def record_gathered(storages: Iterable[torch.UntypedStorage]) -> None:
-    """From now on `is_gathered` is true of them; they are not held here."""
+    """From now on `is_gathered` is true for ``storages``, which are not kept alive."""
     _gathered.update(storages)
 
 
@@ -115,12 +115,12 @@ def is_gathered(storage: torch.UntypedStorage) -> bool:
 class Pack:
     """DTensors whose local tensors are slices of one storage and stay there.
 
-    Who owns the storage, such as a unit that of its gradients, makes one. Others then know by the
-    identity of the DTensors and by one address where all of them lie, without a look at each.
+    The owner of the storage makes one (for example a unit, for its gradients). From the identity of
+    the DTensors and one address, others then find all of them without checking each.
 
     Attributes:
-        dtensors: never changed. Nobody else may hold on to them: the owner counts references to
-            them, and to ``storage``.
+        dtensors: never changed. Nothing else may keep references to them: the owner counts
+            references to them, and to ``storage``.
         storage: may get other memory; the owner moves the slices along.
     """
 
@@ -146,9 +146,9 @@ _asking: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def ask_side_by_side(optimizer: Any) -> None:
-    """Tell those who own the memory of its parameters that side by side they would be of more use.
+    """Ask the owners of the parameters' memory to place them in contiguous memory.
 
-    They may do nothing about it, or later, when nobody has seen the memory yet.
+    They may ignore this, or do it later, before anything uses the memory.
     """
     _asking.add(optimizer)
 

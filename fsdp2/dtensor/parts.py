@@ -1,4 +1,4 @@
-"""What a rank holds of a tensor."""
+"""The part of a tensor that a rank holds."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Which box of a tensor each rank holds, and which of several holders writes it.
 
-Everything is arithmetic on what a DTensor says about itself, so every rank knows the answer for
+Everything is arithmetic on the metadata of a DTensor, so every rank can compute the answer for
 every other rank without communication.
 """
 
@@ -31,7 +31,7 @@ class RankBoxes:
     """Which box of a tensor each rank holds.
 
     Attributes:
-        name: the tensor's, for messages.
+        name: the tensor's name, for messages.
         shape: shape of the whole tensor.
         ranks: an array of global ranks.
         placements: one per dim of ``ranks``.
@@ -43,7 +43,7 @@ class RankBoxes:
     placements: tuple[Placement, ...]
 
     def held_by(self, rank: int) -> tuple[Box, int]:
-        """The box of a rank, and which one this rank is of those that hold the same box.
+        """The box of a rank, and the rank's index among the holders of this box.
 
         Raises:
             ValueError: as `holding`.
@@ -69,7 +69,7 @@ class RankBoxes:
 
     @property
     def first_box(self) -> Box:
-        """That of the first rank; there is none with more elements."""
+        """The box of the first rank; no box has more elements."""
         return self.box_at((0,) * self.ranks.ndim)
 
     @property
@@ -105,8 +105,8 @@ def holding(tensor: Tensor, name: str, ranks: tuple[int, ...], rank: int) -> Hol
         tensor: a DTensor, or a plain tensor, which all of ``ranks`` hold whole.
         name: the tensor's name, for messages.
         ranks: global ranks that share this model; ``rank`` is this one. A DTensor on a mesh that
-            is a slice of theirs (the data-parallel dim beside a tensor-parallel one) is held
-            by the other slices too.
+            is a slice of theirs (the data-parallel dim next to a tensor-parallel one) is also held
+            by the other slices.
 
     Raises:
         ValueError: for DTensors that are partial sums or not laid out as a box.
@@ -120,8 +120,8 @@ def holding(tensor: Tensor, name: str, ranks: tuple[int, ...], rank: int) -> Hol
         num_slices = array.shape[-1]
         members = ranks if num_slices > 1 else ranks_of(mesh)
         dims = tuple(d for d, p in enumerate(tensor.placements) if isinstance(p, Replicate))
-        # By the mesh, not by its ranks: those of another mesh over the same ranks number their
-        # replicas otherwise, and hold boxes of other sizes.
+        # By the mesh, not by its ranks: another mesh over the same ranks numbers replicas
+        # differently, and has boxes of other sizes.
         over = (mesh, dims, num_slices)
     boxes = RankBoxes(name, shape, array, placements)
     box, replica = boxes.held_by(rank)
@@ -161,8 +161,8 @@ def slices_like(mesh: DeviceMesh, ranks: tuple[int, ...]) -> Tensor:
     slices together have the ``ranks``.
 
     Returns:
-        Global ranks; the dims are those of ``mesh``, and a last one for the slices: of size 1 if
-        ``mesh`` has all of ``ranks``, or is not a slice.
+        Global ranks, with the dims of ``mesh`` and a last dim for the slices. The last dim has
+        size 1 if ``mesh`` has all of ``ranks``, or is not a slice.
     """
     members, names, own = set(ranks_of(mesh)), mesh.mesh_dim_names, mesh.mesh
     alone = own.unsqueeze(-1)
@@ -198,10 +198,10 @@ def box_of(
 ) -> Box:
     """The box that the rank at ``coordinate`` holds.
 
-    Each tensor dim is cut once per mesh dim that shards it, in the order in which the shardings
-    were applied: from left to right, except that a `_StridedShard` tells by its split factor that
-    so many pieces were made by mesh dims to its right before (tensor parallelism is applied
-    before data parallelism, whose mesh dim comes first). Each cut is one of `torch.chunk`, or
+    Each tensor dim is split once per mesh dim that shards it, in the order in which the shardings
+    were applied. This order is from left to right, except for `_StridedShard`: its split factor is
+    the number of pieces that mesh dims to its right made before. (Tensor parallelism is applied
+    before data parallelism, whose mesh dim comes first.) Each split is a `torch.chunk`, or is
     between blocks of rows.
     """
     start, size = [0] * len(shape), list(shape)
@@ -252,7 +252,7 @@ def own_part(whole: Tensor, like: DTensor) -> DTensor:
 def _order(
     dim: int, mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], name: str
 ) -> list[int]:
-    """Mesh dims that shard tensor dim ``dim``, first cut first."""
+    """Mesh dims that shard tensor dim ``dim``, in the order of the splits."""
     order: list[int] = []
     for mesh_dim in reversed(range(len(placements))):
         placement = placements[mesh_dim]
@@ -276,9 +276,9 @@ def _is_strided(placement: Placement) -> bool:
 
 
 def is_gathered_part(part: DTensor, whole: DTensor) -> bool:
-    """Whether ``part``, a view of ``whole`` to its operator, is a gathered copy of that part.
+    """Whether ``part``, the result of a view operator on ``whole``, is in fact a gathered copy.
 
-    That is so where it was taken on a dim that ranks share.
+    This is so if it was taken on a sharded dim.
     """
     return any(
         new.is_replicate() and not old.is_replicate() and whole.device_mesh.size(mesh_dim) > 1
@@ -298,7 +298,7 @@ def this_rank() -> int:
 
 
 def ranks_of_host() -> int:
-    """How many ranks each host has, as torchrun says; without it all."""
+    """How many ranks each host has, from torchrun's environment; without it, all ranks."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", len(all_ranks())))
 
 
@@ -308,9 +308,9 @@ UNIT_BYTES = 1 << 20
 class Balance:
     """Distributes the writing of replicated tensors among their holders.
 
-    The next tensor goes to the replica with the fewest bytes so far, counted in whole MiB: so small
-    tensors (the steps of an optimizer) lie with few ranks, whose files each load opens. Every rank
-    counts the same tensors in the same order, so all of them come to the same result.
+    The next tensor goes to the replica with the fewest bytes so far, counted in whole MiB. So small
+    tensors (the steps of an optimizer) go to few ranks, and a load opens few files for them. Every
+    rank counts the same tensors in the same order, so all get the same result.
     """
 
     def __init__(self) -> None:

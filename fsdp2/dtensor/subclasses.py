@@ -1,11 +1,11 @@
 """Tensor subclasses: the tensors that they consist of, and which of these follow their rows.
 
-A wrapper subclass has no memory of its own. Its inner tensors (``_data``, ``int_data``, ``scale``)
-are attributes, in the same ``__dict__`` as what users attach to a parameter. So the two must be
-told apart before anything is carried from one form of a parameter to another.
+A wrapper subclass has no memory itself. Its inner tensors (``_data``, ``int_data``, ``scale``) are
+attributes, in the same ``__dict__`` as attributes that users attach to a parameter. So the two must
+be distinguished before anything is copied from one form of a parameter to another.
 
-An inner tensor may have a row for each row of the shard (codes), one for a block of rows (scales),
-or be the same for all of them (a table). Only the class knows which.
+An inner tensor may have a row for each row of the shard (codes) or for a block of rows (scales). It
+may also be the same for all rows (a table). Only the class can decide this.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def is_subclass(tensor: Tensor) -> bool:
 
 
 def inner_of(local: Tensor) -> dict[str, Tensor]:
-    """The inner tensors by name; of inner tensors that are such classes again, by path."""
+    """The inner tensors by name; for nested subclasses, by path."""
     return dict(_inner(local, ""))
 
 
@@ -53,8 +53,8 @@ def follows_rows(
     """Which inner tensors have a part for each row, by name (None: the class does not show it).
 
     Args:
-        inner: those of ``local``.
-        fewer: the same tensor with fewer rows: what follows is shorter there.
+        inner: the inner tensors of ``local``.
+        fewer: the same tensor with fewer rows; inner tensors that follow are shorter there.
     """
     rows = local.shape[0] if local.ndim else 0
     others = {} if fewer is None else inner_of(fewer)
@@ -62,7 +62,7 @@ def follows_rows(
     for name, before in inner.items():
         other = others.get(name)
         if local.ndim and not before.ndim:
-            found[name] = False  # one number, also where the class leaves it out of what it cuts
+            found[name] = False  # one number, even if the class omits it when it is split
         elif fewer is None:
             found[name] = True if before.shape == local.shape else None
         elif other is None:
@@ -76,7 +76,7 @@ def follows_rows(
 
 
 def fewer_rows(local: Tensor) -> Tensor | None:
-    """The first rows of ``local``, as its class cuts it; None where it refuses."""
+    """The first rows of ``local``, as its class splits it; None if the class refuses."""
     rows = local.shape[0] if local.ndim else 0
     # Blocks of rows mostly are powers of two.
     powers = [1 << i for i in reversed(range(rows.bit_length()))]
@@ -86,7 +86,7 @@ def fewer_rows(local: Tensor) -> Tensor | None:
             if not 0 < num < rows:
                 continue
             for cut in (lambda n: local.narrow(0, 0, n), lambda n: torch.split(local, n)[0]):
-                # Classes refuse in ways of their own what does not end where a block does.
+                # Classes reject parts that do not end at a block, each with different errors.
                 with suppress(Exception):
                     made = cut(num)
                     if type(made) is type(local) and made.shape[0] == num:
@@ -105,11 +105,11 @@ def dispatches(tensor: Tensor) -> bool:
 
 
 def user_attributes(original: Tensor) -> dict[str, Any]:
-    """What a user attached to a parameter (``param.sequence_parallel = True``), by name."""
+    """Attributes that a user attached to a parameter (``param.sequence_parallel = True``)."""
     attached = dict(vars(original))
-    # An attribute that ``detach`` gives the new object too was put there by its class: an inner
-    # tensor, or how to read it. Carried to another form of the parameter it would be stale: that
-    # form would go on showing these weights.
+    # An attribute that ``detach`` also gives the new object was put there by its class: an inner
+    # tensor, or how to read it. Copied to another form of the parameter it would be stale: that
+    # form would keep showing these weights.
     if dispatches(original) and not isinstance(original, DTensor):
         with torch.no_grad():
             made_by_class = vars(original.detach())
@@ -127,7 +127,7 @@ def attach_attributes(tensor: Tensor, attributes: dict[str, Any]) -> None:
 
 
 def inner_tensors(tensor: Tensor) -> list[Tensor]:
-    """The tensors with memory of which ``tensor`` consists; itself unless it is a wrapper."""
+    """The tensors with memory that ``tensor`` consists of; itself unless it is a wrapper."""
     return list(_leaves(tensor))
 
 
@@ -145,7 +145,7 @@ def _leaves(tensor: Tensor) -> Iterator[Tensor]:
 def tensor_attributes(tensor: Tensor) -> dict[str, Tensor]:
     """Attributes that are tensors, and those that ``__tensor_flatten__`` names."""
     # Each alone misses some: ``__slots__`` are not in ``vars``, and classes without the protocol,
-    # or with a cache beside what it names, have their tensors in ``vars`` only.
+    # or with a cache that it does not name, have their tensors in ``vars`` only.
     named = tensor.__tensor_flatten__()[0] if is_wrapper(tensor) else ()  # type: ignore[attr-defined]
     found = {name: getattr(tensor, name) for name in named}
     found.update((n, v) for n, v in vars(tensor).items() if isinstance(v, Tensor))
@@ -169,7 +169,7 @@ def plain_gradient(grad: Tensor, name: str, *, check: bool) -> Tensor:
                 f"The gradient of parameter '{name}' is a {type(grad).__name__} of {len(alike)} "
                 "different tensors. One gradient is reduced per parameter, so the others would be "
                 "lost: let the operators of the class give a plain gradient, or register the inner "
-                "tensors as parameters of their own"
+                "tensors as separate parameters"
             )
     plain = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
     plain.copy_(grad)

@@ -1,9 +1,10 @@
-"""Weight gradients that a schedule computes apart from those of inputs: zero-bubble pipelines.
+"""Weight gradients that a schedule computes separately from input gradients: zero-bubble pipelines.
 
 ``autograd.grad`` for the inputs of a stage accumulates nothing in its units. Another run computes
-the weight gradients later, and the schedule assigns them to the unsharded parameters: no hook of
-the unit is called. So what is gathered stays in use (`StepState.is_read_outside`), and gradients
-are looked for when the next forward or backward of the tree begins, or at the end of the step.
+the weight gradients later, and the schedule assigns them to the unsharded parameters, so no hook of
+the unit is called. Gathered parameters therefore stay in use (`StepState.is_read_outside`). This
+part looks for gradients when the next forward or backward of the tree begins, or at the end of the
+step.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ..runtime.unit import Unit
 
 
 class DeferredWeightGrads(TreePart):
-    """Reduces weight gradients of which no hook has told."""
+    """Reduces weight gradients that no hook has reported."""
 
     runtime: Runtime
 
@@ -33,7 +34,7 @@ class DeferredWeightGrads(TreePart):
             unit.step.is_read_outside = False
 
     def reduce(self, unit: Unit) -> None:
-        """Reduce, or add up in the dtype of the reduction, what no hook has seen."""
+        """Reduce gradients that no hook has seen, or add them up in the reduce dtype."""
         if unit.step.is_read_outside and unit.gradients.has_unsharded():
             # Other ranks may have none: they meet at the end of the next backward with a reduction.
             self.runtime.reduce(unit, keep=unit.config.reduce_unused)
@@ -41,8 +42,8 @@ class DeferredWeightGrads(TreePart):
     def gather(self, unit: Unit) -> None:
         """Register the unsharded parameters between forward and backward, and start the gather.
 
-        Backward waits for it. But where weight gradients are computed apart no hook is called, so
-        there this call waits.
+        Backward waits for it. But separately computed weight gradients call no hook, so for these
+        this call waits.
         """
         runtime = self.runtime
         if runtime.ends_iteration or runtime.in_backward:
@@ -60,7 +61,7 @@ class DeferredWeightGrads(TreePart):
 
 
 class _AtForwards(TreePart):
-    """Reduces them at the beginning of a forward, in trees that have had some."""
+    """Reduces them at the beginning of a forward, in trees that have had such gradients."""
 
     def __init__(self, runtime: Runtime, found: DeferredWeightGrads) -> None:
         super().__init__(runtime)
@@ -80,7 +81,7 @@ class _Schedules(UnitPart):
         if value:
             return
         if name == "sync_grads":
-            # Before other gradients are added to what was computed since the last backward.
+            # Before other gradients are added to gradients computed since the last backward.
             for unit in units:
                 if part := _part_of(unit):
                     part.reduce(unit)

@@ -1,9 +1,9 @@
 """A second backward, through the graph of a first one that was called with ``create_graph=True``.
 
-The first leaves a unit with the gradients of its inputs. A second backward comes by these, enters
-the unit there, and reads the weights again: the runtime keeps them (`Backward.creates_graph`). The
-reduction over ranks is not differentiated, so a backward through ``.grad`` is an error: without it,
-a penalty on gradients would silently have no effect on a loss that it is added to.
+The first leaves a unit with the gradients of its inputs. A second backward enters the unit through
+these and reads the weights again, so the runtime keeps the weights (`Backward.creates_graph`). The
+reduction over ranks is not differentiated, so a backward through ``.grad`` raises: otherwise a
+gradient penalty that is added to a loss would silently have no effect.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..sharding.param import ShardedParam
 
 
 class DoubleBackward(TreePart):
-    """Watches what a first backward has left."""
+    """Watches the gradients of a first backward."""
 
     runtime: Runtime
 

@@ -1,8 +1,8 @@
 """Who ends an iteration: the end of its last backward, or the caller.
 
 An iteration is one or more backward passes whose gradients go to one optimizer step. By default it
-ends with the last backward. Schedules that compute in pieces (pipelines) have no backward that they
-could call the last one, so with manual finalization the caller ends it::
+ends with the last backward. Schedules that compute in pieces (pipelines) cannot tell which backward
+is the last one, so with manual finalization the caller ends the iteration::
 
     IDLE --a backward begins--> ACTIVE --finalize--> (waiting, if asynchronous) --wait--> IDLE
 
@@ -33,15 +33,15 @@ class GradientReductionHandle:
         self._finish = finish
 
     def wait(self) -> None:
-        """Wait until ``.grad`` of all sharded parameters is complete; once it is, do nothing.
+        """Wait until ``.grad`` of all sharded parameters is complete. Later calls return at once.
 
         Raises:
             RuntimeError: if a reduction failed, or `FSDPModule.reset_iter_state` dropped these
-                gradients. They are lost, and every other call raises, too.
+                gradients. They are lost, and every further call raises too.
         """
         if self._finish is not None:
-            # Forgotten only after it: the handle of gradients that a reset dropped raises at every
-            # call, where returning would say that they are complete.
+            # Forgotten only afterwards: after a reset that dropped the gradients, every call must
+            # raise. Returning would mean that they are complete.
             self._finish(self)
             self._finish = None
 
@@ -66,7 +66,7 @@ class Finalization(TreePart):
         return cls(runtime) if runtime.root.config.manual_finalization else None
 
     def finalize(self, *, wait: bool) -> GradientReductionHandle | None:
-        """End an iteration whose backwards are all over: reduce what they left, free all units.
+        """End an iteration whose backwards are over: reduce remaining gradients, free all units.
 
         Args:
             wait: whether to wait for the reductions, instead of returning a handle that does.
@@ -79,7 +79,7 @@ class Finalization(TreePart):
         last = runtime.is_last_backward
         with runtime.streams.ending(runtime.backward.stream):
             try:
-                # These are the last reductions, whatever was said of the backwards.
+                # These are the last reductions, whatever was set for the backwards.
                 runtime.held_open, runtime.is_last_backward = False, True
                 try:
                     runtime.reduce_left()
@@ -87,8 +87,8 @@ class Finalization(TreePart):
                     runtime.held_open, runtime.is_last_backward = True, last
                 if wait:
                     runtime.complete_iteration()
-                # Units are freed at once: a reduction holds what it reads. Only ``.grad`` waits
-                # for the handle.
+                # Units are freed at once: a reduction holds its inputs. Only ``.grad`` waits for
+                # the handle.
                 runtime.free_units()
             except Exception:
                 runtime.give_up()
@@ -98,7 +98,7 @@ class Finalization(TreePart):
         return self.pending
 
     def _finish(self, handle: GradientReductionHandle) -> None:
-        """Wait for the reductions of a finalization that did not."""
+        """Wait for the reductions of an asynchronous finalization."""
         if self.pending is not handle:
             raise RuntimeError(
                 "This gradient reduction handle was invalidated by a reset, or since an earlier "
@@ -121,14 +121,14 @@ class Finalization(TreePart):
                 "again: call wait() of the handle that finalize_backward(async_op=True) returned"
             )
         # Autograd calls nothing at the end of a backward that raises, so this is still set after
-        # one. What that has left are parts of gradients, not to be reduced.
+        # one. Its gradients are incomplete and must not be reduced.
         if self.runtime.in_backward:
             raise RuntimeError(
                 "FSDP finalize_backward must be called after backward completes (after one that "
                 "raised, call reset_iter_state())"
             )
 
-    # -- what the tree tells ----------------------------------------------------------------
+    # -- events of the tree -----------------------------------------------------------------
 
     @override
     def before_root_forward(self) -> None:
@@ -164,12 +164,12 @@ class _OnlyRoots(UnitPart):
 def set_manual_backward_finalization(self: nn.Module, enabled: bool) -> None:
     """Set whether the caller ends each iteration with `finalize_backward`.
 
-    For schedules that run several backwards, or parts of them, without knowing which one is
-    the last, such as pipelines. `set_is_last_backward` is ignored then. Whether backwards
-    reduce gradients and free parameters still follows their own settings.
+    Use it for schedules such as pipelines, which run several backwards, or parts of them, and
+    cannot tell which one is the last. `set_is_last_backward` is then ignored. The settings for
+    gradient sync and resharding still apply to each backward.
 
     Args:
-        enabled: whether to end iterations by hand. Call this on the root, before backward.
+        enabled: whether the caller ends iterations. Call this on the root, before backward.
 
     Raises:
         RuntimeError: if this is not the root, or if a backward has begun and neither
@@ -216,8 +216,8 @@ def _change_mode(runtime: Runtime, *, manual: bool) -> None:
 def finalize_backward(self: nn.Module, *, async_op: bool = False) -> GradientReductionHandle | None:
     """End an iteration: reduce the remaining gradients and free parameters.
 
-    Follows the current settings, so turn gradient sync and resharding back on first. Does
-    nothing before the first forward.
+    This uses the current settings, so turn gradient sync and resharding back on first. Before the
+    first forward, it does nothing.
 
     Args:
         async_op: return while reductions are still in flight. Wait for the handle before
@@ -227,9 +227,9 @@ def finalize_backward(self: nn.Module, *, async_op: bool = False) -> GradientRed
         A handle if ``async_op``, else None.
 
     Raises:
-        RuntimeError: without `set_manual_backward_finalization`, inside backward, if the
-            handle of an earlier call has not been waited for, if this is not the root, or if a
-            reduction failed; the next forward then begins anew, as after a backward that raised.
+        RuntimeError: without `set_manual_backward_finalization`; inside backward; if the handle of
+            an earlier call has not been waited for; if this is not the root; or if a reduction
+            failed. After a failed reduction, the next forward starts fresh.
     """
     registry.require(Finalization, "finalize_backward")
     unit = unit_of(self)

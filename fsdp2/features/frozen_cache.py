@@ -1,9 +1,9 @@
 """Frozen parameters that stay gathered, within a byte limit.
 
 Nothing changes a frozen parameter between steps, so one gather serves all forwards. The frozen
-parameters of a unit have buckets of their own. If such a bucket is chosen (`Bucket.cached`), it is
-not freed with its unit, and is gathered again only if one of its shards has been written when a
-forward begins.
+parameters of a unit have separate buckets. If such a bucket is chosen (`Bucket.cached`), it is not
+freed with its unit. It is gathered again only if, at the beginning of a forward, one of its shards
+has been written.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class KeepFrozen:
     max_bytes: int | None
 
 
-# Which writes to its shards a bucket had seen when the gather began that it stays gathered from.
+# For a bucket that stays gathered: the writes to its shards before its gather began.
 _gathered_at: WeakKeyDictionary[Bucket, tuple[int, int]] = WeakKeyDictionary()
 
 
@@ -75,13 +75,13 @@ class FrozenCache(TreePart):
     def before_gather(self, unit: Unit) -> None:
         if unit.config.keep_frozen is None:
             return
-        # Ranks gather together or hang. So only writes that all of them know of count here:
-        # operators on DTensors are called by all ranks, and a write to the local tensor may be this
-        # rank's alone. A forward has looked at those when it began.
+        # Ranks gather together or hang. So only writes that happen on all ranks count here:
+        # operators on DTensors are called by all ranks, but a write to the local tensor may be this
+        # rank's alone. A forward checks for those when it begins.
         held = [bucket for bucket in unit.buckets if bucket.cache_valid]
         rewritten = [b for b in held if b.versions()[1] != _gathered_at[b][1]]
         unit.drop_cache(self.runtime.streams, rewritten)
-        # Before the gather, not after it: a write that comes while it runs counts as a later one.
+        # Before the gather, not after it: a write while it runs counts as a later one.
         for bucket in unit.buckets:
             if bucket.cached and not bucket.cache_valid:
                 _gathered_at[bucket] = bucket.versions()
@@ -93,8 +93,8 @@ def choose_cached(units: Iterable[tuple[KeepFrozen, Sequence[Bucket]]]) -> set[B
     Args:
         units: the limit of each unit that has one, and its buckets; in module order.
     """
-    # Greedily in module order: what runs first has nothing before it that could hide its gather.
-    # Sizes and what is frozen decide, so all ranks choose the same buckets.
+    # Greedily in module order: the first units have nothing before them that could hide a gather.
+    # The choice depends on sizes and frozen parameters, so all ranks choose the same buckets.
     used: dict[KeepFrozen, int] = {}
     chosen: set[Bucket] = set()
     for budget, buckets in units:
@@ -112,12 +112,13 @@ def choose_cached(units: Iterable[tuple[KeepFrozen, Sequence[Bucket]]]) -> set[B
 def set_keep_frozen_gathered(self: nn.Module, max_bytes: int | None = None) -> None:
     """Keep frozen parameters gathered across micro-batches and steps.
 
-    They are gathered again only after one of their shards was written or loaded. The frozen
-    parameters of this module and its sharded submodules are selected unit by unit in module
-    order; those of a unit are kept together if they fit. Trained parameters of the same unit
-    are gathered and freed as before. `reshard` frees a module's kept parameters until their
-    next use. Writes through ``.data`` go unnoticed: call `reshard` afterwards, on the sharded
-    module that the parameter belongs to.
+    They are gathered again only after one of their shards was written or loaded. Trained parameters
+    of the same unit are gathered and freed as before.
+
+    The frozen parameters of this module and its sharded submodules are selected unit by unit, in
+    module order. A unit's frozen parameters are kept together if they fit. `reshard` frees a
+    module's kept parameters until their next use. Writes through ``.data`` are not detected: after
+    them, call `reshard` on the sharded module that the parameter belongs to.
 
     Args:
         max_bytes: limit on the bytes of kept parameters per rank, in the compute dtype. 0
@@ -139,7 +140,7 @@ def set_keep_frozen_gathered(self: nn.Module, max_bytes: int | None = None) -> N
     units = units_in(self)
     for unit in units:
         unit.config.keep_frozen = budget
-    # Blocks that have run by themselves have runtimes of their own.
+    # Blocks that have run alone have separate runtimes.
     for runtime in dict.fromkeys(runtime_of(u) for u in units if u.runtime is not None):
         part = runtime.part(FrozenCache)
         if part is None:

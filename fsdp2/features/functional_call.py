@@ -1,12 +1,12 @@
-"""`torch.func.functional_call`: one forward with other parameters than the module's own.
+"""`torch.func.functional_call`: one forward with other parameters than the module's.
 
-Torch puts them into the modules before that forward, and puts back what it has found there after
-it. In between the kernel goes on as if they were not there: they are taken out of the modules of a
-unit while it is gathered, then put in again, made whole, to compute.
+torch puts the given tensors into the modules before that forward, and restores the former ones
+after it. The kernel is not aware of them: this part removes them from the modules of a unit while
+it is gathered, then makes them whole and puts them in again, to compute.
 
-A sharded tensor that a user passes in place of a parameter is made whole by DTensor's own
-redistribution, which autograd sees: its gradient is averaged over the data-parallel ranks and
-sharded like it. An ordinary forward only looks at the stack, once for a tree.
+DTensor's redistribution makes a sharded tensor whole that a user passes in place of a parameter.
+Autograd sees this: the gradient is averaged over the data-parallel ranks and sharded like the
+tensor. An ordinary forward only inspects the stack, once per tree.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from ..runtime.unit import Forward, Unit, unit_of
 from ..sharding.param import ShardedParam
 
 _CODE = stateless._functional_call.__code__
-# After a forward with others, by what of its own parameters `functional_call` found, and puts back:
-# these must not be without memory then.
+# What to do after such a forward, by the kind of parameters that `functional_call` found: it
+# restores these, so they must have memory then.
 _AS_FOUND = {"unsharded": AfterForward.KEEP, "secondary": AfterForward.FREE_TO_SECONDARY}
 
 
 def _is_lending() -> bool:
-    """Whether this runs inside such a call, which only the stack tells."""
+    """Whether this runs inside such a call; only the stack shows it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _CODE:
@@ -49,10 +49,10 @@ def _is_lending() -> bool:
 
 
 class FunctionalCall(TreePart):
-    """Notices calls around forwards of one tree, or of modules in it.
+    """Detects calls around forwards of one tree, or of modules in it.
 
     Attributes:
-        lending: what is lent for the outermost forward that runs now; None: nothing is.
+        lending: the tensors lent to the outermost forward that runs now; None: no tensors.
     """
 
     runtime: Runtime
@@ -81,11 +81,10 @@ class _Lending(TreePart):
     """Follows a tree through one outermost forward, for which tensors are lent to its modules.
 
     Attributes:
-        lent: of each unit, what its modules held when that forward began. Its own forward may come
-            later, and take out what fits then.
-        found: what was registered in the units that tensors are lent to, when they came.
-        overrides: the parameters in whose place lent tensors compute, with these, of each unit
-            whose forward runs.
+        lent: for each unit, the tensors in its modules when that forward began. The unit's forward
+            may come later, and remove those that fit then.
+        found: the kind of parameters registered in these units when tensors were lent to them.
+        overrides: for each unit whose forward runs, the replaced parameters with the lent tensors.
     """
 
     runtime: Runtime
@@ -101,13 +100,13 @@ class _Lending(TreePart):
         self.runtime.add(self)
 
     def end(self) -> None:
-        """Follow the tree no more."""
+        """Stop following the tree."""
         self.runtime.remove(self)
         self.runtime.residency = self._residency
         self._part.lending = None
 
     def take_out(self) -> None:
-        """Take out of the modules what is lent to them, until the forward of the root begins."""
+        """Remove lent tensors from the modules until the forward of the root begins."""
         self._is_out = True
         for unit in self.runtime.units:
             given = _take_out(unit)
@@ -134,9 +133,8 @@ class _Lending(TreePart):
     def forward_ends(self, unit: Unit, forward: Forward | None) -> None:
         overrides = self.overrides.pop(unit, None)
         if overrides:
-            # On its way out `functional_call` puts back what it found, which are parameters of the
-            # kind that was registered when it came. A unit that stays gathered would take those for
-            # a user's writes.
+            # At its end, `functional_call` restores the parameters that were registered at its
+            # beginning. A unit that stays gathered would mistake these for a user's writes.
             if unit.registration.registered != self.found[unit]:
                 unit.registration.register(self.found[unit])
             for param, given in overrides:
@@ -146,7 +144,7 @@ class _Lending(TreePart):
 
     @override
     def planned(self, unit: Unit) -> None:
-        # Its own parameters are registered when it is planned before its own forward, after a move.
+        # Its parameters are registered when it is planned before its forward, after a move.
         if unit in self.lent and not self._is_out and _is_lending():
             put(self.lent[unit])
 
@@ -177,28 +175,27 @@ class _FirstForward(UnitPart):
         """
         Raises:
             RuntimeError: in the first forward of a tree inside such a call, if a unit that has run
-                by itself is still gathered.
+                alone is still gathered.
         """
         root.of_parts.pop(FunctionalCall, None)  # of a tree that could not be made
         if not _is_lending():
             return
-        # A new runtime begins with units that are sharded, and with new unsharded parameters. To
-        # free these would take away what functional_call has lent, and it would put the old ones
-        # back.
+        # A new runtime begins with sharded units and new unsharded parameters. Freeing the units
+        # would remove the lent tensors, and functional_call would restore the old parameters.
         for unit in units:
             if unit.registration.registered != "sharded":
                 raise RuntimeError(
                     f"The first forward of '{root.name}' is inside torch.func.functional_call, and "
-                    f"unit '{unit.name}' is still gathered after a forward of its own. Call "
+                    f"unit '{unit.name}' is still gathered after a separate forward. Call "
                     f"reshard() on that module before, or run '{root.name}' once without "
                     "functional_call"
                 )
-        # Until the tree is made: units adopt what they find, and it would stay theirs afterwards.
+        # Until the tree is made: units adopt the parameters they find, and would keep them.
         root.of_parts[FunctionalCall] = [given for unit in units for given in _take_out(unit)]
 
 
 def _take_out(unit: Unit) -> list[Given]:
-    """Let the modules of ``unit`` hold its own parameters; returns what was in their places."""
+    """Let the modules of ``unit`` hold its parameters; returns the tensors in their places."""
     given = unit.registration.given_by_others()
     put((parameters, name, own, own) for parameters, name, _, own in given)
     return given
@@ -210,7 +207,7 @@ def _register(param: ShardedParam, value: torch.Tensor) -> None:
 
 
 def _is_lent(top: nn.Module, param: ShardedParam, given: object) -> bool:
-    """Whether ``given`` may compute in the place of ``param`` of the unit of ``top``; notes it."""
+    """Whether ``given`` may compute in place of ``param`` of the unit of ``top``; records it."""
     unit = unit_of(top)
     part = None if unit.runtime is None else runtime_of(unit).part(FunctionalCall)
     if part is None or not _is_lending() or not _fits(given, param):
@@ -220,8 +217,8 @@ def _is_lent(top: nn.Module, param: ShardedParam, given: object) -> bool:
 
 
 def _fits(given: object, param: ShardedParam) -> TypeGuard[torch.Tensor]:
-    # It must be laid out like the sharded parameter, or be what the parameter was before sharding:
-    # the whole tensor (for a tensor-parallel parameter this rank's DTensor).
+    # It must be laid out like the sharded parameter, or like the parameter before sharding: the
+    # whole tensor (for a tensor-parallel parameter, this rank's DTensor).
     own = param.unsharded
     if not isinstance(given, torch.Tensor) or own is None or param.extension:
         return False
@@ -230,8 +227,8 @@ def _fits(given: object, param: ShardedParam) -> TypeGuard[torch.Tensor]:
         inner = functorch.get_unwrapped(inner)
     if inner is not given and isinstance(inner, DTensor):
         return False  # DTensors do not work inside torch.vmap and the like
-    # A tensor-parallel parameter is sharded over a mesh with the tensor-parallel dims: made whole
-    # like below it would lose that part of its layout, too.
+    # A tensor-parallel parameter is sharded over a mesh with the tensor-parallel dims: the code
+    # below would also remove that part of its layout.
     return _like(given, own) or (param.tensor_parallel is None and _like(given, param.sharded))
 
 
@@ -246,8 +243,7 @@ def _whole_of(given: torch.Tensor, param: ShardedParam) -> torch.Tensor:
     dims = whole.device_mesh.ndim
     with explained(f"the all-gather of what functional_call got for '{param.fqn}'", None):
         whole = whole.redistribute(placements=[Replicate()] * dims)
-    # Each rank computes with a batch of its own. `Replicate` would take one rank's gradient for
-    # that of all.
+    # Each rank computes with a different batch. `Replicate` would use one rank's gradient for all.
     return whole.to_local(grad_placements=[Partial("avg")] * dims)
 
 

@@ -1,20 +1,21 @@
 """A limit on the bytes of gathered parameters in a tree: `FSDPModule.set_max_gathered_bytes`.
 
-Counted are the gathered storages of all units, with padding, from the start of their gather until
-they are freed: of units that compute, are prefetched or are kept, and of kept frozen parameters.
-Not counted: shards, secondary shards (``reshard_after_forward=int``), gradients, and what a
-collective allocates for its own run (copies of offloaded shards, flat buffers of custom
-collectives).
+The budget counts the gathered storages of all units, with padding, from the start of their gather
+until they are freed: units that compute, are prefetched or are kept, and kept frozen parameters. It
+does not count shards, secondary shards (``reshard_after_forward=int``), gradients, and temporary
+memory of collectives (copies of offloaded shards, flat buffers of custom collectives).
 
 All ranks must make the same gathers, so decisions follow from program order, settings and shapes.
-What was freed early counts until its unit is freed: references, which one rank knows, decide that.
+Parameters that were freed early count until their unit is freed: early freeing depends on
+references, which differ between ranks.
 
 [Note: what may be freed to make room]
-Whatever users see as shards: a later use goes through a hook, which gathers it again. So with a
-budget, the modules of units that stay gathered after their forward or backward hold shards again.
-Those of the outermost unit do not, since losses may use its weights: it stays. Of units that were
-gathered to recompute activations, those that are not on the stack go: backward enters each of them
-through a hook.
+
+A unit may be freed if users see its shards: a later use goes through a hook, which gathers it
+again. So with a budget, the modules of units that stay gathered after their forward or backward
+hold shards again. The outermost unit is an exception and stays, since losses may use its weights.
+Units that were gathered to recompute activations may be freed if they are not on the stack:
+backward enters each of them through a hook.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ MAX_AHEAD = 32
 
 
 class GatherBudgetError(RuntimeError):
-    """Units do not fit into ``max_gathered_bytes``: names them.
+    """Units do not fit into ``max_gathered_bytes``; the message names them.
 
     Attributes:
-        least_bytes: the least limit that works, as far as this moment tells.
+        least_bytes: the lowest limit that works, as far as this can be determined now.
     """
 
     def __init__(self, text: str, least_bytes: int) -> None:
@@ -54,10 +55,10 @@ class GatherBudgetError(RuntimeError):
 class GatherBudget(TreePart):
     """The units of a tree that are gathered, within a number of bytes.
 
-    No ring of fixed blocks: storages stay the same from forward to backward, since autograd saves
-    views of them, so a block would have to be a storage's for good. They are resized instead, and
-    the allocator gives the memory that one unit frees to the next one, in the order of the stream
-    of gathers: the sum of sizes, which is counted here, is all that is taken from it.
+    This is not a ring of fixed blocks. Storages stay the same from forward to backward, since
+    autograd saves views of them, so each block would belong to one storage forever. Storages are
+    resized instead, and the allocator gives the memory of one unit to the next, in the order of the
+    stream of gathers. So memory use equals the sum of sizes that is counted here.
     """
 
     runtime: Runtime
@@ -66,7 +67,7 @@ class GatherBudget(TreePart):
         super().__init__(runtime)
         self.max_bytes = max_bytes
         self._units, self._streams = runtime.units, runtime.streams
-        # Oldest gather first. Those that were freed since are taken out when it is next read.
+        # Oldest gather first. Units freed since then are removed at the next read.
         self._gathered = {unit: None for unit in self._units if unit.state not in RESHARDED}
         self._caching = {u: None for u in self._units if u.config.keep_frozen is not None}
         self._ahead = _WithinBudget(self)
@@ -89,7 +90,7 @@ class GatherBudget(TreePart):
         self._free_until(self.max_bytes, None)
         self.runtime.lookahead = self._ahead
 
-    # -- what the tree tells ----------------------------------------------------------------
+    # -- events of the tree -----------------------------------------------------------------
 
     @override
     def before_planning(self, unit: Unit) -> None:
@@ -103,7 +104,7 @@ class GatherBudget(TreePart):
 
     @override
     def unit_kept(self, unit: Unit, forward: Forward | None) -> None:
-        """Let its modules hold shards, so that it may be freed: see the note above."""
+        """Let the unit's modules hold shards, so that it may be freed: see the note above."""
         runtime = self.runtime
         is_read = unit.step.running or unit.step.is_read_outside or runtime.backward.creates_graph
         if not is_read and runtime.schedule.root is not unit:
@@ -111,7 +112,7 @@ class GatherBudget(TreePart):
 
     @override
     def forward_ends(self, unit: Unit, forward: Forward | None) -> None:
-        # What did not fit when this unit began may fit now.
+        # Units that did not fit when this one began may fit now.
         runtime = self.runtime
         if not unit.forward_prefetch:
             self._ahead.gather(runtime.schedule.next(MAX_AHEAD))
@@ -146,14 +147,14 @@ class GatherBudget(TreePart):
     def fits(self, unit: Unit) -> bool:
         """Whether ``unit`` can be gathered without freeing anything."""
         if unit.param_group.dirty or not unit.param_group.materialized:
-            return False  # how large it will be is known when it is planned
+            return False  # its size is unknown until it is planned
         total = sum(self.held(excluding=unit).values())
         return total + bytes_of(unit.buckets) <= self.max_bytes
 
     # -- making room ------------------------------------------------------------------------
 
     def _make_room(self, unit: Unit) -> None:
-        """Free what may be freed until ``unit``, whose gather begins, fits.
+        """Free units until ``unit`` fits, whose gather begins.
 
         Raises:
             GatherBudgetError: if it does not.
@@ -177,17 +178,17 @@ class GatherBudget(TreePart):
             raise self._too_small(needed, held)
 
     def _candidates(self, held: dict[Unit, int], needed: Unit | None) -> Iterator[Unit]:
-        """What may be freed: what is needed last comes first."""
-        # States change while this is read: all are looked at before the first is freed.
+        """Units that may be freed, in the reverse order of their next use."""
+        # States change while this is iterated: all are checked before the first is freed.
         coming = [u for u in held if u.state is State.GATHERING and _is_unseen(u)]
         cached = [u for u in held if u.state in RESHARDED]
         kept = [u for u in held if u.state in GATHERED and self._may_free(u, needed)]
-        # Unused prefetches, those for later units first.
+        # Unused prefetches, later units first.
         yield from reversed(coming)
-        # Kept frozen parameters: first those of units that have others before them to compute
-        # meanwhile.
+        # Kept frozen parameters: first of units with other units before them, which can hide the
+        # gather.
         yield from reversed(cached)
-        # What is kept for backward, or was recomputed: backward comes to the oldest last.
+        # Units kept for backward, or recomputed: backward reaches the oldest last.
         yield from kept
 
     def _may_free(self, unit: Unit, needed: Unit | None) -> bool:
@@ -202,7 +203,7 @@ class GatherBudget(TreePart):
             return False
         return modules_being_called().keys().isdisjoint(unit.modules)
 
-    # -- what to say ------------------------------------------------------------------------
+    # -- messages ---------------------------------------------------------------------------
 
     def _too_small(self, needed: Unit | None, held: dict[Unit, int]) -> GatherBudgetError:
         others = ", ".join(f"'{u.name}' ({n} bytes, {self._why(u)})" for u, n in held.items())
@@ -217,7 +218,7 @@ class GatherBudget(TreePart):
         size = bytes_of(needed.buckets)
         least = max(total + size, self.least_bytes())
         phase = "backward" if self.runtime.in_backward else "forward"
-        beside = f"beside {others}, which cannot be freed now" if others else "alone"
+        beside = f"together with {others}, which cannot be freed now" if others else "alone"
         return GatherBudgetError(
             f"Unit '{needed.name}' of {size} bytes cannot be gathered in {phase} within "
             f"max_gathered_bytes={self.max_bytes} {beside}. The least budget that works is {least} "
@@ -237,7 +238,7 @@ class GatherBudget(TreePart):
         return "recomputing" if unit.step.recomputed else "its modules hold gathered parameters"
 
     def least_bytes(self) -> int:
-        """What the largest unit needs together with the units around it."""
+        """Bytes of the largest unit together with the units around it."""
         sizes = {unit: bytes_of(unit.buckets) for unit in self._units}
         return max(sizes[u] + sum(map(sizes.__getitem__, u.enclosing)) for u in self._units)
 
@@ -246,7 +247,7 @@ class _WithinBudget(Lookahead):
     """Gathers ahead as deep as the budget allows.
 
     Attributes:
-        entered: the forward that backward has reached last.
+        entered: the forward that backward reached last.
     """
 
     depth = MAX_AHEAD
@@ -273,7 +274,7 @@ class _WithinBudget(Lookahead):
 
 
 class _BudgetSettings(UnitPart):
-    """Only a root limits what is gathered, and everything gathered can be freed."""
+    """Checks that only a root has a limit, and that everything gathered can be freed."""
 
     @override
     def before_tree(self, root_module: nn.Module, root: Unit, units: Sequence[Unit]) -> None:
@@ -322,8 +323,8 @@ def bytes_of(buckets: Iterable[Bucket]) -> int:
     for bucket in buckets:
         nbytes = bucket.gathered_bytes
         if not nbytes and isinstance(bucket, ExtensionBucket):
-            # The class says only in the first gather what it makes: until then, what a plain
-            # parameter would take.
+            # The class shows only in the first gather what it makes: until then, count the size of
+            # a plain parameter.
             nbytes = sum(slot.full_numel for slot in bucket.layout.slots) * bucket.itemsizes[0]
         total += nbytes
     return total
@@ -337,26 +338,27 @@ def _is_unseen(unit: Unit) -> bool:
 def set_max_gathered_bytes(self: nn.Module, max_bytes: int | None) -> None:
     """Limit the bytes of gathered parameters in this tree, at any moment of a step.
 
-    Units are gathered ahead as deep as the limit allows; what does not fit is gathered when
-    others were freed. A unit that is needed makes room: unused prefetches are freed first, then
-    frozen parameters that are kept (`set_keep_frozen_gathered`), then what is kept for backward
-    or between micro-batches, which is gathered again later. So that these can be freed, modules
-    other than the root hold sharded parameters whenever they do not compute, also with
-    ``reshard_after_forward=False``. Call this on the root, between steps.
+    Units are gathered ahead as far as the limit allows; other units are gathered when memory has
+    been freed. A unit that is needed makes room. It first frees unused prefetches, then kept frozen
+    parameters (`set_keep_frozen_gathered`), then parameters kept for backward or between
+    micro-batches, which are gathered again later.
 
-    Counted are unsharded parameters with padding, in the compute dtype. Not counted: shards
-    (also those of ``reshard_after_forward=int``), gradients, activations, and buffers of a
-    collective in progress.
+    To make this possible, modules other than the root hold sharded parameters whenever they do not
+    compute, even with ``reshard_after_forward=False``. Call this on the root, between steps.
+
+    The limit counts unsharded parameters with padding, in the compute dtype. It does not count
+    shards (nor larger shards of ``reshard_after_forward=int``), gradients, activations, and buffers
+    of a collective in progress.
 
     Args:
         max_bytes: bytes per rank; equal on all ranks. None: no limit.
 
     Raises:
         ValueError: if ``max_bytes`` is not positive.
-        TypeError: if it is not an int.
-        RuntimeError: if this is not the root, if gathered parameters keep their memory
-            (`set_keep_unsharded_storage`), or if more is gathered now and cannot be freed. In a
-            step: if a unit does not fit, with the least limit that works.
+        TypeError: if ``max_bytes`` is not an int.
+        RuntimeError: if this is not the root; if gathered parameters keep their memory
+            (`set_keep_unsharded_storage`); or if more is gathered now and cannot be freed. Also
+            during a step, if a unit does not fit; the message has the lowest limit that works.
 
     Example:
         >>> model.set_max_gathered_bytes(2 * 2**30)
@@ -392,7 +394,7 @@ def checked_budget(name: str, nbytes: object) -> None:
 def _limit(runtime: Runtime, max_bytes: int | None) -> None:
     made = None if max_bytes is None else GatherBudget(runtime, max_bytes)
     if made is not None:
-        made.begin()  # may refuse: the limit of before stays
+        made.begin()  # may raise: then the former limit stays
     before = runtime.part(GatherBudget)
     if before is not None:
         runtime.remove(before)

@@ -1,8 +1,9 @@
-"""Inputs that a forward changes in place: backward leaves by another node than that of the input.
+"""Inputs that a forward changes in place: backward then leaves by another node than the input's.
 
-A change in place takes the node of the view that stands for the input out of the graph, and with
-it the hook that says that backward has left the unit: gradients would be reduced, and parameters
-freed, at the end of backward only. The node in its place is known when the forward has ended.
+A view stands for the input, and a hook on its node reports that backward has left the unit. A
+change in place removes this node from the graph, and the hook with it. Gradients would only be
+reduced, and parameters freed, at the end of backward. So this part hooks the new node, which is
+known when the forward has ended.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from ..runtime.unit_grads import will_run
 
 
 def follow_inputs(hooks: UnitHooks, args: tuple, kwargs: dict) -> None:
-    """Watch inputs that the forward has changed in place where they are now in the graph."""
-    # (Those that are not found were replaced by a hook of the user's, or by torch for full
-    # backward hooks: nobody can have changed these views.)
+    """Watch inputs that the forward has changed in place, at their new node in the graph."""
+    # (Views that are not found were replaced by a user's hook, or by torch for full backward hooks:
+    # nothing can have changed them.)
     marks = hooks.unit.step.input_nodes
     found = marks.pop(id(args[0]), None) if args else None
     if found is not None and args[0].grad_fn is not found[0]:
@@ -48,7 +49,7 @@ def _follow(
         # The node from before the change is in the graph only if something used the input by then.
         crossing.crossed(grads, 1 if will_run(node) else 2)
 
-    # The history of the base goes on with what changed it.
+    # The history of the base continues with the operation that changed it.
     crossing.watch(base.grad_fn, changed)
 
 

@@ -1,11 +1,11 @@
 """The modules of one unit that run between its first and its last.
 
 A unit of many modules (`merge_units`) is gathered by the first of them, freed by the last, and
-reduced when backward leaves the first. The hooks of those between have nothing to do, as long as
-the program runs in the order of its last forward. But each of these modules can be called alone,
-and backward may enter at its output, so each call is looked at, and has marks that notice if the
-unit is not gathered. They are hooks on the tensors that pass anyway, one set of them for all
-modules of a pass: no node in the graph, no object per module.
+reduced when backward leaves the first. The hooks of the modules between have nothing to do, as long
+as the program runs in the order of its last forward. But each of these modules can be called alone,
+and backward may enter at its output. So each call is checked, and its tensors get marks that detect
+backward while the unit is not gathered. The marks are hooks on existing tensors, one set for all
+modules of a pass: they need no node in the graph and no object per module.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Middle:
     def __init__(self, hooks: GroupHooks, forward: Forward | None) -> None:
         """
         Args:
-            forward: of the first module, which stands for all of the pass; None without a graph.
+            forward: of the first module, which represents the pass; None without a graph.
         """
         self.unit = hooks.unit
         runtime = runtime_of(self.unit)
@@ -57,7 +57,7 @@ class Middle:
             self._inputs[0] = partial(_left, hooks)
 
     def skips_pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> bool:
-        """Begin the forward of ``module`` without its hooks; False if they have to run."""
+        """Begin the forward of ``module`` without its hooks; False if they must run."""
         unit, order, next_place = self.unit, self._order, len(self._ran) + 1
         if next_place >= len(order) or order[next_place] is not unit:
             return False  # the last: it ends the pass
@@ -86,7 +86,7 @@ class Middle:
         return True
 
     def skips_post_forward(self, inputs: object, output: object) -> bool:
-        """End a forward that `skips_pre_forward` began; False if the hooks have to end it."""
+        """End a forward that `skips_pre_forward` began; False if the hooks must end it."""
         if self.graph:
             marks = self._outputs
             for tensor in (output,) if type(output) is torch.Tensor else tensors_in(output):
@@ -115,21 +115,21 @@ def _left(hooks: GroupHooks, grad: torch.Tensor) -> None:
 
 
 def _mark(tensor: torch.Tensor, hooks: dict[int, Callable[..., None]]) -> None:
-    """``tensor.register_hook`` of all ``hooks``, of which many tensors share one dictionary."""
+    """``tensor.register_hook`` of all ``hooks``, a dictionary that many tensors share."""
     node = tensor.grad_fn
     if node is None or tensor._backward_hooks is not None or type(tensor) is not torch.Tensor:
         for hook in hooks.values():
             tensor.register_hook(hook)
         return
-    # As `register_hook` does it, without a dictionary and a handle for each tensor. Then off the
-    # tensor: its user's own hooks would end up in ours. The node keeps them.
+    # Like `register_hook`, but without a dictionary and a handle for each tensor. Then removed from
+    # the tensor, or a user's hooks would be added to ours. The node keeps them.
     tensor._backward_hooks = hooks  # type: ignore[assignment]
     node._register_hook_dict(tensor)
     tensor._backward_hooks = None
 
 
 class Middles(TreePart):
-    """Keeps the pass that forward is in, and drops it as soon as anything else happens."""
+    """Keeps the current pass of forward, and drops it as soon as anything else happens."""
 
     runtime: Runtime
 
@@ -164,7 +164,7 @@ class GroupHooks(UnitHooks):
     """Hooks of a unit of several modules, which do nothing at those in the middle.
 
     Attributes:
-        marks_all: whether those of each module do all they can.
+        marks_all: whether every module runs all of its hooks.
     """
 
     marks_all = False
@@ -193,9 +193,9 @@ class GroupHooks(UnitHooks):
         return super().post_forward(module, args, kwargs, output)
 
     def next_middle(self, forward: Forward | None) -> Middle | None:
-        """A forward of the unit has ended, with all its hooks: whether the next may do with less.
+        """After a forward with all hooks: the state for skipping the next ones; None: do not skip.
 
-        Decided by what all ranks know, like everything that follows from it.
+        The decision only depends on facts that all ranks share.
         """
         unit = self.unit
         runtime = runtime_of(unit)
@@ -205,15 +205,15 @@ class GroupHooks(UnitHooks):
             or runtime.on.forward_computed is not UNHEARD
         ):
             return None
-        # What backward recomputes is in no order. Units around others are freed in parts, and where
-        # each module may have to make room all hooks of all modules run.
+        # Recomputation in backward follows no order. Units around others are freed in parts. And if
+        # each module may have to make room, all hooks of all modules must run.
         if runtime.in_backward or unit.encloses or runtime.lookahead.depth > 1:
             return None
         if unit.step.running:
-            return None  # inside another module of it, whose marks have to belong to one forward
+            return None  # inside another module of the unit, whose marks must belong to one forward
         graph = torch.is_grad_enabled()
-        # What is frozen changes in the middle of a unit, too. And a forward that backward repeats
-        # has to be noted once per module, since backward enters each of them by itself.
+        # Parameters may also be frozen in the middle of a unit. And a forward that backward repeats
+        # must be recorded once per module, since backward enters each of them separately.
         if graph is (forward is None) or (not graph and unit.recomputes_all):
             return None
         # (Two more: the last of them is not in the middle. And one that is not predicted finds the

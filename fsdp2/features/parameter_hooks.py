@@ -1,10 +1,9 @@
 """Hooks that users register on parameters: carried to the sharded form, called once per reduction.
 
-Autograd accumulates into the unsharded parameters, so it never calls what is registered on the
-sharded ones. `Reduction` does: a tensor hook (``register_hook``) gets the reduced sharded gradient
-before it is added to ``.grad`` and may return another one, a post-accumulate hook gets the
-parameter after that. Both see the gradient of the whole batch, as in training on one process, but
-as a DTensor.
+Autograd accumulates into the unsharded parameters, so it never calls hooks on the sharded ones.
+`Reduction` calls them. A tensor hook (``register_hook``) gets the reduced sharded gradient before
+it is added to ``.grad``, and may return another one. A post-accumulate hook gets the parameter
+after that. Both see the gradient of the whole batch, as in a single-process run, but as a DTensor.
 
 A step without tensor hooks must not look for them at every parameter. So every sharded parameter
 has a dictionary of hooks from the beginning, one that notes when something is put into it.
@@ -28,7 +27,7 @@ from ..sharding.param import ShardedParam, carriers
 
 
 class TensorHooks(OrderedDict):
-    """Where ``register_hook`` of one sharded parameter puts hooks."""
+    """The dictionary of hooks that ``register_hook`` of one sharded parameter fills."""
 
     def __init__(self, param: ShardedParam) -> None:
         super().__init__()
@@ -53,7 +52,7 @@ class TensorHooks(OrderedDict):
 
 
 def carry_hooks(given: nn.Parameter, sharded: nn.Parameter, param: ShardedParam) -> None:
-    """Make the hooks of ``given`` those of ``sharded``, the sharded form of ``param``."""
+    """Move the hooks of ``given`` to ``sharded``, the sharded form of ``param``."""
     # The dictionaries themselves: the handles that users got refer to them, and must still work.
     with torch._C.DisableTorchFunctionSubclass():
         on_tensor, after = given._backward_hooks, given._post_accumulate_grad_hooks
@@ -67,20 +66,20 @@ def carry_hooks(given: nn.Parameter, sharded: nn.Parameter, param: ShardedParam)
 
 
 def _call_from_now_on() -> None:
-    """Some sharded parameter of this process has a tensor hook: until then none is looked for."""
+    """Start to look for tensor hooks: some sharded parameter of this process has one."""
     if call_tensor_hooks not in result_hooks:
         result_hooks.append(call_tensor_hooks)
 
 
 def call_tensor_hooks(param: ShardedParam, local: torch.Tensor) -> torch.Tensor:
-    """``local``, this rank's part of the reduced gradient, or what tensor hooks made of it."""
+    """``local``, this rank's part of the reduced gradient, or the result of its tensor hooks."""
     grad = param.sharded_spec.wrap(local)
     made = _call_hooks(param, grad)
     return local if made is grad else local_of(made).clone().contiguous()
 
 
 def _call_hooks(param: ShardedParam, grad: torch.Tensor) -> torch.Tensor:
-    """``grad``, or what the tensor hooks of the sharded parameter made of it.
+    """``grad``, or the result of the sharded parameter's tensor hooks.
 
     Args:
         grad: laid out like the sharded parameter.

@@ -1,11 +1,11 @@
 """Gradients that tensor parallelism leaves as partial sums, summed once, at the end of backward.
 
 Sequence-parallel norms work on this rank's part of the sequence, so their gradients are `Partial`
-over tensor-parallel ranks. Summing each of them where it appears would make compute wait for the
-other ranks twice per layer. But reductions are linear: the partial gradients are averaged over
-data-parallel ranks like all others, and the shards of all units are summed in one collective at the
-end of backward, which is at the same place in the program of all ranks. Only small parameters are
-deferred, and only where nothing reads ``.grad`` earlier.
+over tensor-parallel ranks. Summing each of them at once would make compute wait for the other ranks
+twice per layer. But reductions are linear. So partial gradients are first averaged over
+data-parallel ranks like all others. At the end of backward, which all ranks reach at the same point
+of their program, one collective sums the shards of all units. Only small parameters are deferred,
+and only if nothing reads ``.grad`` earlier.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class DeferredSums:
     """The deferred sums of one unit.
 
     Attributes:
-        groups: of which parameters, over which ranks.
-        observer: is told of each gradient and whether its sum is deferred, before that is done.
+        groups: by parameter, the ranks to sum over.
+        observer: called before each sum, with the gradient and whether the sum is deferred.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -44,13 +44,13 @@ class DeferredSums:
 
     @classmethod
     def of(cls, unit: Unit) -> DeferredSums:
-        """Those of ``unit``, which may have no tensor-parallel parameters."""
+        """The deferred sums of ``unit``, which may have no tensor-parallel parameters."""
         if cls not in unit.of_parts:
             unit.of_parts[cls] = cls(unit)
         return unit.of_parts[cls]
 
     def local_gradient(self, bucket: Bucket, i: int, grad: torch.Tensor) -> torch.Tensor:
-        """`ShardedParam.local_gradient`, without the sum where that is deferred."""
+        """`ShardedParam.local_gradient`, without the sum if that is deferred."""
         param = bucket.params[i]
         group = self._choose_group(bucket, i, grad)
         if self.observer is not None:
@@ -60,7 +60,7 @@ class DeferredSums:
         if group_of_sum(param, grad) is group:
             return param.local_gradient(grad, summed=False)
         # An earlier gradient of this backward was partial, this one is complete (a unit that ran
-        # twice). Both are in the sum over the group at the end, where a complete one counts once
+        # twice). Both are in the sum over the group at the end, which counts a complete one once
         # per rank.
         return param.local_gradient(grad) / group.size()
 
@@ -80,10 +80,10 @@ class DeferredSums:
 
     def _may_wait(self, bucket: Bucket, i: int) -> bool:
         """Whether ``.grad`` may be incomplete until this backward ends."""
-        # It must be the last one before users look at it. No hook may see it, no all-reduce may be
-        # due later than that, and nothing complete may be in it: that would be summed over the
-        # ranks again. So no earlier reduction may be in flight, or wait for an all-reduce. And the
-        # sum needs it on the device.
+        # It must be the last one before users read it. No hook may see it, no later all-reduce may
+        # be due, and it may contain nothing complete, which would be summed over the ranks again.
+        # So no earlier reduction may be in flight, or wait for an all-reduce. And the sum needs it
+        # on the device.
         config = self._unit.config
         return (
             runtime_of(self._unit).ends_iteration
@@ -115,8 +115,8 @@ class PartialGradients(TreePart):
     @override
     def iteration_ends(self) -> None:
         """Complete the ``.grad`` of all deferred parameters, and forget them."""
-        # Units come in the order of the tree and parameters in that of their buckets, so all ranks
-        # of a group sum the same tensors in the same order.
+        # Units come in the order of the tree and parameters in the order of their buckets, so all
+        # ranks of a group sum the same tensors in the same order.
         late: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
         for of_unit in self._sums:
             for param, group in of_unit.groups.items():
@@ -137,7 +137,7 @@ class PartialGradients(TreePart):
 
 
 def _may_be_late(param: ShardedParam, grad: torch.Tensor) -> bool:
-    """Whether the gradient is small, and the first thing to come into a ``.grad`` without hooks."""
+    """Whether the gradient is small, and the first one in a ``.grad`` without hooks."""
     sharded = param.sharded
     # An earlier ``.grad`` is complete: added to a partial one it would be summed over ranks again.
     # Hooks on the sharded parameter run when its reduction is done, before the sum.
@@ -152,10 +152,10 @@ def _may_be_late(param: ShardedParam, grad: torch.Tensor) -> bool:
 def group_of_sum(param: ShardedParam, grad: torch.Tensor) -> dist.ProcessGroup | None:
     """The ranks over which ``grad`` must be summed to be laid out like ``param``.
 
-    Gradients of sequence-parallel norms, for one, are `Partial` over tensor-parallel ranks.
+    For example, gradients of sequence-parallel norms are `Partial` over tensor-parallel ranks.
 
     Returns:
-        None if nothing is to be done, or more than one sum.
+        None if no sum is needed, or more than one.
     """
     has, spec = param.gradient_placements(grad), param.tensor_parallel
     if has is None or spec is None:
@@ -169,9 +169,9 @@ def group_of_sum(param: ShardedParam, grad: torch.Tensor) -> dist.ProcessGroup |
 def sum_together(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
     """Replace small tensors by their sums over ``group``, in one collective per dtype.
 
-    On the current stream; where the host orders, the call returns when it is done.
+    On the current stream; if the host orders the work, the call returns when it is done.
     """
-    # Flattened: for so few bytes the number of messages is what costs.
+    # Flattened: for so few bytes, the cost is the number of messages.
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         chosen = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.reshape(-1) for tensor in chosen])

@@ -1,9 +1,9 @@
-"""Parameters that users put into modules in the place of those that a unit gave them.
+"""Parameters that users put into modules in place of the parameters that a unit gave them.
 
-``load_state_dict(assign=True)`` does, and whoever ties or unties parameters, or assigns new ones,
-after `fully_shard`. What fits is adopted: whole tensors are sharded, DTensors that are laid out
-alike become the sharded parameter. Before a tree gets its runtime, each parameter comes to the unit
-that is gathered wherever its modules run.
+``load_state_dict(assign=True)`` does this, and so does code that ties, unties or assigns parameters
+after `fully_shard`. Suitable tensors are adopted: whole tensors are sharded, and DTensors with the
+same layout become the sharded parameter. Before a tree gets its runtime, each parameter moves to
+the unit that is gathered wherever its modules run.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def adopt_replaced(
     finds them (`follow_modules`).
 
     Args:
-        adopted: what units of the tree have adopted before, and this one adds to.
-        keep_objects: where shape, dtype and device are unchanged, copy the data and put the old
+        adopted: parameters that units of the tree have adopted so far; this unit adds its own.
+        keep_objects: if shape, dtype and device are unchanged, copy the data and put the old
             Parameter object back, since an optimizer may hold it: for
-            ``load_state_dict(assign=True)``. False before the first use, when optimizers were
-            given the objects that the user assigned.
+            ``load_state_dict(assign=True)``. False before the first use, when optimizers got the
+            objects that the user assigned.
     """
     registration = unit.registration
     for bucket in unit.buckets:
@@ -59,7 +59,7 @@ def adopt_replaced(
                 if managed_as(new) is not None:
                     continue
                 if not isinstance(new, nn.Parameter):
-                    # Removed, or made a plain tensor (by a parametrization, say): raises,
+                    # Removed, or made a plain tensor (for example by a parametrization): raises,
                     # unless `functional_call` lends it for one forward.
                     registration.check()
                     continue
@@ -84,7 +84,7 @@ def _adopt(
         unit.params.append(param)
         keep = False
     else:
-        keep = keep_objects or not isinstance(new.data, DTensor)  # of those only data is of use
+        keep = keep_objects or not isinstance(new.data, DTensor)  # (then only the data is useful)
     _replace_sharded(param, new, slot, rank, keep_object=keep)
     unit.param_group.dirty |= param.sharded is not before
     return param
@@ -103,7 +103,7 @@ def _split_off(param: ShardedParam, new: nn.Parameter) -> ShardedParam:
 def _replace_sharded(
     param: ShardedParam, new: nn.Parameter, slot: Slot, rank: int, *, keep_object: bool
 ) -> None:
-    """Take over what a user registered in place of the sharded form of ``param``.
+    """Take over a tensor that a user registered in place of the sharded form of ``param``.
 
     Args:
         new: the replacement, a DTensor laid out alike or a whole tensor.
@@ -128,7 +128,7 @@ def _replace_sharded(
     fits = (local.dtype, local.device, local.shape) == (old.dtype, old.device, old.shape)
     if fits and keep_object:
         # Into the memory that gathers read: storages, plans and views are as before. Anything
-        # else makes the unit plan its storages anew.
+        # else makes the unit plan its storages again.
         old.copy_(local)
         return
     if isinstance(new.detach(), DTensor):
@@ -143,7 +143,7 @@ def _replace_sharded(
 
 
 def _forget_gradient(unit: Unit, param: ShardedParam) -> None:
-    """Drop the gradient of ``param``, in whose place something else is."""
+    """Drop the gradient of ``param``, which was replaced."""
     if param.unsharded is not None:
         param.unsharded.grad = None
     for bucket in unit.buckets:
@@ -152,7 +152,7 @@ def _forget_gradient(unit: Unit, param: ShardedParam) -> None:
 
 
 def _move_gradients(param: ShardedParam, unit: Unit, around: Unit) -> None:
-    """Let ``around`` go on with the gradients that ``unit`` has of ``param``.
+    """Move the gradients that ``unit`` has of ``param`` to ``around``.
 
     Raises:
         RuntimeError: if sums over shards still wait for the sum over replicas.
@@ -169,7 +169,7 @@ def follow_modules(root_module: nn.Module, units: Sequence[Unit]) -> None:
     """Give every parameter of ``units`` to the unit that gathers it wherever it is used now.
 
     Args:
-        root_module: what contains all modules of ``units``, which are sharded and not gathered.
+        root_module: contains all modules of ``units``, which are sharded and not gathered.
 
     Raises:
         RuntimeError: if a parameter was removed.
@@ -181,7 +181,7 @@ def follow_modules(root_module: nn.Module, units: Sequence[Unit]) -> None:
         adopt_replaced(unit, adopted, keep_objects=False)
     of = {param: unit for unit in units for param in unit.params}
     for param, unit in of.items():
-        if before.get(param) is not param.sharded:  # gradients were those of the other
+        if before.get(param) is not param.sharded:  # gradients belonged to the other one
             _forget_gradient(unit, param)
     held = _places(root_module, of)
     num_parents = Counter(child for m in root_module.modules() for child in m.children())
@@ -229,8 +229,8 @@ def _places(
                 held.setdefault(param, []).append((module, name))
                 continue
             # `fully_shard` replaces a parameter in the modules that it was called on. A module
-            # outside of them that shares it keeps the original, which each rank would train alone.
-            # And the unit of another root does not gather when this one runs.
+            # outside that shares it keeps the original, which each rank would train alone. And a
+            # unit of another root does not gather when this one runs.
             owner = unit_holding(module, value)
             beside = owner and all(root_module not in top.modules() for top in owner.modules)
             if value in ORIGINS or beside or (param is not None and (module, name) in ours):
@@ -248,7 +248,7 @@ def _places(
 def _unit_around(
     uses: set[nn.Module], unit: Unit, root_module: nn.Module, units: Sequence[Unit]
 ) -> Unit:
-    """The unit that is gathered wherever ``uses`` run: ``unit``, or the innermost such one."""
+    """The unit that is gathered wherever ``uses`` run: ``unit`` itself, or the innermost one."""
     for each in (unit, *reversed(units)):  # outer ones come first in the order of the tree
         if uses.isdisjoint(_modules_outside([root_module], each)):
             return each
@@ -272,7 +272,7 @@ def _move(param: ShardedParam, unit: Unit, around: Unit) -> None:
 
 
 def _modules_outside(tops: Iterable[nn.Module], unit: Unit) -> set[nn.Module]:
-    """The modules that are reached from ``tops`` on a way past those of ``unit``."""
+    """The modules that can be reached from ``tops`` without passing the modules of ``unit``."""
     outside: set[nn.Module] = set()
     waiting = [*tops]
     while waiting:

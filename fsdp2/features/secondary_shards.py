@@ -1,11 +1,13 @@
 """``reshard_after_forward=int``: larger shards that are kept from forward to backward.
 
-After forward a unit is freed to groups of some ranks, those of one node, say: each rank keeps one
-of as many slices of every parameter as a group has ranks. So backward gathers within the group, and
-nothing crosses to other nodes. Evaluations, and units that backward does not gather, keep none.
+After forward, a unit is resharded to groups of ranks, for example the ranks of a node: every
+parameter is split into as many slices as a group has ranks, and each rank keeps one. Backward then
+gathers within the group, and no traffic crosses nodes. Evaluations, and units that backward does
+not gather, keep no slices.
 
-Kept are slices of what was gathered, in its dtype; or as they will be sent, where a `CommPolicy`
-says so. Users see DTensors over the groups meanwhile. What they write to these is lost.
+The slices are copied from the gathered parameters in their dtype or, with a `CommPolicy`, in the
+form in which they will be sent. Meanwhile users see DTensors over the groups. Writes to these are
+lost.
 """
 
 from __future__ import annotations
@@ -44,11 +46,11 @@ from ..transports.compressed.transports import CompressedTransport
 def secondary_layout(
     layout: BucketLayout, num_shards: int, *, itemsizes: Sequence[int]
 ) -> BucketLayout:
-    """The same gathered storage cut into fewer, larger shards.
+    """The same gathered storage split into fewer, larger shards.
 
-    The slots keep their places in the gathered storage. Where a slice can be whole rows, as
-    DTensors are dealt out, the slot has the shape of the parameter; elsewhere (dims other than 0
-    that do not come out even, 0-dim parameters) it is flat.
+    The slots keep their places in the gathered storage. If a slice can be whole rows, as in a
+    DTensor, the slot has the shape of the parameter. Otherwise (uneven dims other than 0, 0-dim
+    parameters) it is flat.
 
     Args:
         itemsizes: as of `plan_bucket`.
@@ -72,8 +74,8 @@ def secondary_layout(
             chunk=chunks[i],
             shard_offset=offset,
             shard_numel=numels[i],
-            # Its place stays: autograd has saved views of it, and backward reads through them what
-            # is gathered from the larger shards.
+            # Its place stays: autograd has saved views of it, through which backward reads the
+            # parameters gathered from the larger shards.
             full_offset=layout.slots[i].full_offset,
             full_numel=num_shards * numels[i],
             direct=i in direct,
@@ -83,10 +85,10 @@ def secondary_layout(
 
 
 def _cut_shape(slot: Slot, num_shards: int) -> tuple[int, ...]:
-    """The shape whose rows are dealt out; with their padding they fit into the slot's place."""
+    """The shape whose rows are distributed; with padding they fit into the slot's place."""
     # They fit for dim 0 since the padding grows with the number of ranks, and fewer ranks share it
-    # now. Other dims lie in the gathered storage as the whole parameter does, in row-major order:
-    # their rows can be dealt out where that needs no padding, else only elements can.
+    # now. Other dims are stored as in the whole parameter, in row-major order: their rows can be
+    # distributed if that needs no padding, else only elements can.
     whole_rows = slot.dim is not None and prod(slot.shape) == slot.full_numel
     if slot.dim == 0 or (whole_rows and slot.shape[0] % num_shards == 0):
         return slot.shape
@@ -96,7 +98,7 @@ def _cut_shape(slot: Slot, num_shards: int) -> tuple[int, ...]:
 # -- the groups ----------------------------------------------------------------------------------
 
 _MeshKey = tuple[int, tuple[int, ...]]
-# Kept, since every mesh comes with process groups of its own; by the group over all shards.
+# Kept, since every mesh comes with separate process groups; by the group over all shards.
 _group_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[_MeshKey, DeviceMesh]]
 _group_meshes = WeakKeyDictionary()
 
@@ -108,7 +110,7 @@ def group_mesh(mesh: DataParallelMesh, size: int) -> DeviceMesh:
     """
     shards = mesh.shard_group
     assert shards is not None
-    # Consecutive ranks share a node, where the gather in backward is to stay.
+    # Consecutive ranks share a node, and the gather in backward should stay within it.
     ranks = mesh.mesh.mesh.reshape(-1, size)
     made = _group_meshes.setdefault(shards, {})
     key = (size, tuple(ranks.flatten().tolist()))
@@ -128,11 +130,11 @@ def group_mesh(mesh: DataParallelMesh, size: int) -> DeviceMesh:
 
 def _fits(mesh: DataParallelMesh, size: int) -> bool:
     """Whether parameters on ``mesh`` are freed to groups of ``size`` ranks."""
-    # All ranks and more is no smaller group: then nothing is kept.
+    # A group must be smaller than all ranks; otherwise nothing is kept.
     return size < mesh.num_shards and mesh.num_shards % size == 0
 
 
-# -- what is kept --------------------------------------------------------------------------------
+# -- the slices ----------------------------------------------------------------------------------
 
 
 class _InFull:
@@ -167,7 +169,7 @@ class _InFull:
 class _AsSent:
     """The same slices as they will be sent under a `CommPolicy`, in fewer bytes.
 
-    Users see the sharded parameters meanwhile: there is no tensor of these.
+    Meanwhile users see the sharded parameters, since these slices are no tensors.
     """
 
     def __init__(self, full: _InFull, plan: GatherPlan, policy: CommPolicy) -> None:
@@ -204,7 +206,7 @@ class SecondaryShards:
     Attributes:
         layout, plan: of the gather in a group.
         mesh: all groups, and the ranks of each.
-        saved: whether they have memory now, and are what the next gather reads.
+        saved: whether they have memory now, and the next gather reads them.
     """
 
     plan: GatherPlan
@@ -235,7 +237,8 @@ class SecondaryShards:
         policy = transports.options.policy if isinstance(gather, CompressedTransport) else None
         narrows = policy is not None and policy.keeps(self._full.shards.dtype)
         if narrows or self._form is not self._full:
-            # As these were kept, they cannot be sent now. Users may see them until the next gather.
+            # These cannot be sent in the form in which they were kept. Users may see them until the
+            # next gather.
             self.saved = False
         self._form = self._full
         if policy is not None and narrows:
@@ -243,18 +246,18 @@ class SecondaryShards:
 
     @property
     def locals(self) -> list[torch.Tensor]:
-        """For each slot what users may see of it, if there is anything to see."""
+        """For each slot the tensor that users may see, if there is one."""
         return self._form.locals
 
     @property
     def nbytes(self) -> int:
-        """Of the memory that they have now."""
+        """Bytes of their present memory."""
         return self._form.storage.nbytes()
 
     def save(self) -> None:
         """Copy this rank's slices out of the gathered storage, before that is freed."""
-        # On compute's stream, so that users may look at them at once. The gather in backward is
-        # ordered behind this copy by the wait for compute that every free begins with.
+        # On compute's stream, so that users may read them at once. The gather in backward comes
+        # after this copy, since every free begins with a wait for compute.
         self.saved = True
         resize(self._form.storage, self._form.shards.nbytes)
         self._form.save()
@@ -274,7 +277,7 @@ class ReshardToGroups(TreePart):
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime)
-        # What the parameters that users see were made for, by unit.
+        # By unit, the shards for which the parameters that users see were made.
         self._shown: dict[Unit, object] = {}
 
     @override
@@ -285,7 +288,7 @@ class ReshardToGroups(TreePart):
 
     @staticmethod
     def groups(mesh: DataParallelMesh, size: int) -> Iterator[tuple[str, dist.ProcessGroup]]:
-        """Over which groups parameters on ``mesh`` are gathered in backward."""
+        """The groups over which parameters on ``mesh`` are gathered in backward."""
         if _fits(mesh, size):
             yield f"all-gather within {size} ranks", group_mesh(mesh, size).get_group(1)
 
@@ -303,8 +306,8 @@ class ReshardToGroups(TreePart):
 
     @override
     def before_reshard(self, unit: Unit, to_secondary: bool) -> None:
-        # What was freed early is not there to be copied. All ranks count it as freed, whether it
-        # was or not, so they agree on the next gather.
+        # Parameters that were freed early cannot be copied. All ranks count them as freed, whether
+        # they were or not, so they agree on the next gather.
         if to_secondary and unit.state is State.UNSHARDED:
             for bucket in unit.buckets:
                 shards = shards_of(bucket)
@@ -323,13 +326,13 @@ class ReshardToGroups(TreePart):
 
     @override
     def gathered(self, unit: Unit) -> None:
-        # Not before: compute, on whose stream they were allocated, has to wait for their readers.
+        # Not before: compute, on whose stream they were allocated, must wait for their readers.
         free(unit)
 
     def show(self, unit: Unit) -> None:
         """Make the parameters that users see while larger shards are kept."""
         # This runs after every forward. A DTensor per parameter, and the lists that register them,
-        # are made again only if the kept shards are those of other buckets now.
+        # are made again only if the kept shards belong to other buckets now.
         group = unit.param_group
         found = [(bucket, shards_of(bucket)) for bucket in unit.buckets]
         seen = [each is not None and each.saved and bool(each.locals) for _, each in found]
@@ -365,9 +368,9 @@ def free(unit: Unit) -> None:
 
 
 def _make_shown(param: ShardedParam, local: torch.Tensor, mesh: DeviceMesh, slot: Slot) -> None:
-    """Make the DTensor that users see in the place of ``param``."""
-    # None is made where those shards are not rows, which no placement could describe, and on
-    # tensor-parallel parameters, whose mesh is no part of ``mesh``. Users see the sharded one.
+    """Make the DTensor that users see in place of ``param``."""
+    # Not if the shards are not rows, which no placement could describe, and not for tensor-parallel
+    # parameters, whose mesh is no part of ``mesh``. Then users see the sharded parameter.
     if slot.shape != param.full_shape or param.tensor_parallel is not None:
         return
     shape, trained = param.sharded_spec.shape, param.sharded.requires_grad

@@ -1,7 +1,7 @@
-"""What the package ``spmd_types`` says about a parameter, and its checker, which hooks stay out of.
+"""Annotations of the package ``spmd_types`` on parameters, and its checker, which hooks bypass.
 
 torchtitan's default tensor parallelism computes on plain tensors. A parameter holds this rank's
-part, and an annotation says for every mesh axis how the parts make up the whole:
+part, and an annotation describes for every mesh axis how the parts make up the whole:
 
 - ``S(dim)``: the parts are slices, and so are the gradients.
 - ``I``: all ranks hold the same values and the same gradient, which the model has already summed.
@@ -31,8 +31,8 @@ from ..runtime.torch_modes import function_modes
 from ..sharding.mesh import DataParallelMesh
 from ..sharding.param import Annotations, TensorSpec, annotation_readers
 
-# The attributes under which `spmd_types` keeps annotations. By name, since `ShardedParam` takes
-# them off what it carries to the sharded form: of that DTensor they would not be true.
+# The attributes under which `spmd_types` keeps annotations. By name, since `ShardedParam` does not
+# copy them to the sharded form: for that DTensor they would be wrong.
 _TYPES, _SPEC = "_local_type", "_partition_spec"
 
 
@@ -49,7 +49,7 @@ def read_annotations(param: torch.Tensor, mesh: DataParallelMesh, name: str) -> 
         return None
     spec = spmd.get_partition_spec(param)
     types = dict(own)
-    if spec is not None:  # for slices `own` only says "varying"; the spec says which dim
+    if spec is not None:  # for slices `own` is only "varying"; the spec has the dim
         types.update(spmd.types.partition_spec_to_shard_types(spec))
     # Axes are matched by the ranks they consist of, not by name: programs name, split and flatten
     # their data-parallel dims as they like.
@@ -58,7 +58,7 @@ def read_annotations(param: torch.Tensor, mesh: DataParallelMesh, name: str) -> 
     for axis, its_type in types.items():
         if axes.is_data_parallel(axis):
             # S would mean that the model slices the parameter there itself, and I that it sums the
-            # gradient itself: the reduction would then average what is summed already.
+            # gradient itself: the reduction would then average a gradient that is summed already.
             if its_type is not spmd.R:
                 raise ValueError(
                     f"Expected spmd.R on FSDP DP axis {axis} for parameter '{name}' but got "
@@ -85,7 +85,7 @@ def read_annotations(param: torch.Tensor, mesh: DataParallelMesh, name: str) -> 
         elif axis in others:
             both.append(others[axis])
         elif mesh.full_mesh.size(dim) == 1:
-            # One rank has all of it, whatever the annotation says; programs leave such dims out.
+            # One rank has all of it, whatever the annotation is; programs leave such dims out.
             both.append((Replicate(), Replicate()))
         else:
             raise ValueError(
@@ -102,9 +102,9 @@ def read_annotations(param: torch.Tensor, mesh: DataParallelMesh, name: str) -> 
 def _whole_shape(
     local: torch.Size, placements: tuple[Placement, ...], sizes: tuple[int, ...]
 ) -> torch.Size:
-    """The shape of the parameter of which each rank has ``local``, on a mesh of ``sizes``."""
-    # Annotations give no sizes, and asking other ranks would be a collective while sharding. So
-    # slices count as equal, which is what the plain tensor parallelism that annotates makes.
+    """The whole shape of a parameter with the part ``local`` on each rank of ``sizes``."""
+    # Annotations have no sizes, and asking other ranks would be a collective while sharding. So
+    # slices count as equal, as the tensor parallelism that makes annotations cuts them.
     whole = list(local)
     for size, placement in zip(sizes, placements, strict=True):
         if isinstance(placement, Shard):
@@ -128,8 +128,8 @@ class _MeshAxes:
 
     def completed(self, own: dict[Any, Any], types: dict[Any, Any]) -> dict[Any, Any]:
         """The annotations of the unsharded tensor, with R on the axes that ``own`` leaves out."""
-        # Which axes there are in computation, the program's current mesh says: it need not name
-        # those of the mesh given to `fully_shard`. The parameter's own will do where they cover its
+        # The program's current mesh defines the axes of the computation, which may differ from the
+        # axes of the mesh given to `fully_shard`. The parameter's axes are used if they cover its
         # ranks.
         compute = list(types)
         if _joined(compute) != _joined(self.of_dims):
@@ -139,7 +139,7 @@ class _MeshAxes:
 
 def _joined(axes: list[Any]) -> Any:
     """One axis over all ranks of ``axes``."""
-    # Imported here: the package may not be installed, and then nothing comes this far.
+    # Imported here: the package may not be installed, and then nothing calls this.
     from spmd_types._mesh_axis import flatten_axes
 
     return flatten_axes(tuple(axes))
@@ -169,7 +169,7 @@ class _TypeChecks:
         return self._spmd.no_typecheck()
 
     def replaced(self, given: Any, made: Any) -> None:
-        """Let each tensor in ``made`` have the types of the one in ``given``."""
+        """Give each tensor in ``made`` the types of the one in ``given``."""
         for old, new in zip(tensors_in(given), tensors_in(made), strict=True):
             if new is not old:
                 self._spmd.assert_type_like(new, old)

@@ -1,20 +1,21 @@
-"""Which parameters `fsdp2.optim.step_in_backward` may step while backward goes on.
+"""Which parameters `fsdp2.optim.step_in_backward` may step during backward.
 
 [Note: gradients that do not change any more]
-A reduction that is complete need not be the last one of its parameters in a backward: a unit may
-run twice, a tied weight get one gradient from the head and one from the embedding, a loss use a
-parameter outside of its module. What is to come cannot be known in general, so
 
-- no unit is stepped that another forward may still lead backward to, as far as `Forward` objects
-  tell;
-- earlier iterations have told how many reductions of each parameter the last backward has. Before
-  as many are complete, it is not stepped; all are left to ``step()`` at first;
-- a prediction that was wrong raises: the gradient that comes later would be added to a
-  `SteppedGradient`, and a gather of parameters that were stepped asks here.
+A complete reduction need not be the last one of its parameters in a backward. A unit may run twice,
+a tied weight gets gradients from the head and from the embedding, and a loss may use a parameter
+outside of its module. Later gradients cannot be predicted in general, so:
 
-What is left out besides, as something else changes or reads it at the end of backward: gradients
-that tensor parallelism has yet to sum, those of ``backward(create_graph=True)``, and parameters
-that compute on their shards, which backward may still read.
+- A unit is not stepped if backward may still reach it through another forward, according to
+  `Forward` objects.
+- A parameter is stepped only after as many reductions as its last backward had in earlier
+  iterations. In the first iteration, all parameters are left to ``step()``.
+- A wrong prediction raises: a later gradient would be added to a `SteppedGradient`, and a gather of
+  stepped parameters asks here.
+
+Also left out are gradients and parameters that something else changes or reads at the end of
+backward: gradients that tensor parallelism has yet to sum, gradients of
+``backward(create_graph=True)``, and parameters that compute on their shards.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class EarlySteps(TreePart):
         self._completed: dict[ShardedParam, int] = {}  # how many of these are complete
         self._expected: dict[ShardedParam, int] = {}  # the most of them in earlier iterations
         self._begun: dict[Unit, WeakSet[Stepper]] = {}
-        self._stepped: list[Bucket] = []  # that may be freed while backward goes on
+        self._stepped: list[Bucket] = []  # that may be freed during backward
         self._dropped: set[int] = set()  # ids of parameters whose gradients nothing reads any more
 
     @override
@@ -70,7 +71,7 @@ class EarlySteps(TreePart):
     def backward_begins(self) -> None:
         """
         Raises:
-            RuntimeError: if the last one was not followed by ``step()``.
+            RuntimeError: if ``step()`` was not called after the last one.
         """
         if self._begun and self._are_pending(list(self._begun)):
             raise not_stepped("A backward ran")
@@ -85,7 +86,7 @@ class EarlySteps(TreePart):
     @override
     def reduction_completed(self, unit: Unit, reduction: Reduction) -> None:
         if reduction not in self._launched:
-            return  # of an earlier backward: how many this one adds is not known
+            return  # of an earlier backward: it is unknown how many this one adds
         runtime, bucket, completed = self.runtime, reduction.bucket, self._completed
         params = [bucket.params[i] for i in reduction.plan.present]
         for param in params:
@@ -96,7 +97,7 @@ class EarlySteps(TreePart):
             self._free_gradients()
         if bucket.shard_device.type != "cpu" or bucket.aliases_shards:
             return
-        # (Without sync, more is to come: such a backward reduces with `set_accumulate_sharded`.)
+        # (Without sync, more gradients follow: with `set_accumulate_sharded`, this one reduces.)
         if not (runtime.ends_iteration and unit.config.sync_grads):
             return
         if runtime.backward.creates_graph:
@@ -115,8 +116,8 @@ class EarlySteps(TreePart):
                     self._stepped.append(bucket)
 
     def _free_gradients(self) -> None:
-        """Free what steps that are over have read, where optimizers do not keep it."""
-        # By this thread, not by that of the steps: no reduction begins to write there meanwhile.
+        """Free gradients that completed steps have read, if optimizers do not keep them."""
+        # In this thread, not in the steps' thread: then no reduction can start to write there.
         for steps in steppers():
             self._dropped.update(map(id, steps.drop_gradients(self._backward)))
         for bucket in self._stepped:
@@ -127,7 +128,7 @@ class EarlySteps(TreePart):
 
     @override
     def iteration_ends(self) -> None:
-        """All gradients are there."""
+        """All gradients are complete."""
         self._free_gradients()
         for param, count in self._completed.items():
             self._expected[param] = max(count, self._expected.get(param, 0))
@@ -146,31 +147,31 @@ class EarlySteps(TreePart):
 
     @override
     def root_forward_begins(self) -> None:
-        """Raises RuntimeError if a forward would compute with some parameters of the next step."""
+        """Raise RuntimeError if a forward would compute with some parameters of the next step."""
         if self._begun and self._are_pending(list(self._begun)):
             raise not_stepped("A forward ran")
 
     @override
     def gather_requested(self, unit: Unit) -> None:
-        """Raises RuntimeError if ``unit`` was stepped, in a backward or iteration that goes on."""
+        """Raise RuntimeError if ``unit`` was stepped in a running backward or iteration."""
         if unit in self._begun and self._are_pending([unit]):
             raise not_stepped(f"Unit '{unit.name}' was gathered")
 
     @override
     def before_shards_read(self, unit: Unit, what: str) -> None:
-        """Raises RuntimeError if ``unit`` or others were stepped, and more may have to be."""
+        """Raise RuntimeError if ``unit`` or others were stepped, and more steps may follow."""
         if self._begun and self._are_pending(list(self._begun)):
             raise not_stepped(f"Unit '{unit.name}' was {what}")
 
     @override
     def before_shards_written(self, unit: Unit) -> None:
-        """Values are about to be loaded: wait for what was stepped by a backward that raised.
+        """Values are about to be loaded: wait for the steps of a backward that raised.
 
         Raises:
             RuntimeError: if the backward is over, and ``step()`` was not called.
         """
         if self.runtime.in_backward:
-            self.backward_abandoned([])  # what it has stepped is replaced
+            self.backward_abandoned([])  # the load replaces the stepped parameters
         elif self._begun and self._are_pending(list(self._begun)):
             raise not_stepped("Values were loaded")
 
@@ -187,9 +188,9 @@ class EarlySteps(TreePart):
 
 
 def _follow_all() -> None:
-    """The first optimizer steps in backward: from now on trees follow their steps."""
+    """The first optimizer steps in backward: from now on trees follow such steps."""
     registry.require(EarlySteps, "step_in_backward")
-    # Not before: who has no such optimizer pays nothing at gathers and reductions.
+    # Not before: without such an optimizer, gathers and reductions have no extra cost.
     for runtime in list(registry.trees):
         if runtime.part(EarlySteps) is None:
             runtime.add(EarlySteps(runtime))

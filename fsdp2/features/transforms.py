@@ -1,8 +1,8 @@
 """Forwards inside transforms of ``torch.func``, and forward-mode differentiation.
 
 Hooks on tensors, and on the nodes of views, are lost inside a transform. A node of an autograd
-function stays in the graph, so there each output and all inputs pass through one. That costs the
-call of a function, so only there.
+function stays in the graph, so inside a transform each output and all inputs pass through one. It
+costs a function call, so it is used only there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..runtime.hooks import Border, Leave, marks_in_transforms
 
 
 class TransformedBorder(Border):
-    """The same in the form that ``torch.func`` transforms want, which takes longer to call."""
+    """A `Border` in the form that ``torch.func`` transforms require, which is slower to call."""
 
     generate_vmap_rule = True
 

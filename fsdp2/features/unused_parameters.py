@@ -27,13 +27,12 @@ def set_reduce_scatter_unused_params(
 ) -> None:
     """Set whether parameters without a gradient are reduced as zeros.
 
-    For ranks that use different parameters (experts, modalities): all ranks must reduce the
+    Use it if ranks use different parameters (experts, modalities), as all ranks must reduce the
     same parameters of a unit. Units that did not run at all take part at the end of backward.
 
-    All ranks must still run the same units in the same order, in forward and in backward. So a
-    checkpoint must not recompute units together with modules that only some ranks use (a checkpoint
-    inside of a unit is fine), and the output of a unit must not be changed in place on some ranks
-    only.
+    All ranks must still run the same units in the same order, in forward and in backward. An
+    activation checkpoint must therefore not contain both units and modules that only some ranks use
+    (a checkpoint inside a unit is fine). Nor may only some ranks change a unit's output in place.
 
     Args:
         reduce_scatter_unused_params: must be equal on all ranks.
@@ -48,7 +47,7 @@ def set_reduce_scatter_unused_params(
 
 
 class UnusedParameters(TreePart):
-    """Adds zeros for parameters that only other ranks have used: those wait for this rank."""
+    """Adds zeros for parameters that only other ranks have used: these ranks wait for this one."""
 
     runtime: Runtime
     _accumulated_in: object = None  # the last backward that accumulated gradients of any unit
@@ -87,7 +86,7 @@ class UnusedParameters(TreePart):
             if not unit.config.reduce_unused:
                 continue
             if runtime.ends_iteration or not accumulates:
-                # Ranks come to other units, and must agree on what may be freed.
+                # Ranks run different units, but must agree on what may be freed.
                 runtime.on.gradients_apart(unit, accumulates)
                 if not accumulates and unit.state is State.UNSHARDED:
                     unit.register_unsharded()

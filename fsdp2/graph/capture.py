@@ -121,7 +121,7 @@ def capture(
 def _without_onednn() -> Iterator[None]:
     """Context in which recurrent layers are operators that a graph can run.
 
-    Those of oneDNN return no tensor, where they are run without autograd, for what they save.
+    oneDNN's operators return no tensor for what they save, if they run without autograd.
     """
     before = torch.backends.mkldnn.enabled
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]

@@ -1,10 +1,10 @@
 """The gather and the reduction of a bucket as pure functions of tensors.
 
-They read the flat sharded storage of a bucket and return one laid out alike, so that a step has one
+They read the flat sharded storage of a bucket and return one laid out alike. So a step has one
 input and one output for each bucket, however many parameters there are. All operators are
 functional: a tracer sees one collective each way, and plain views and copies around it. On devices
-these are torch's functional collectives, which its passes know; on the CPU they are the transports
-of eager steps (`host_collectives`).
+these are torch's functional collectives, which its passes support; on the CPU they are the
+transports of eager steps (`host_collectives`).
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _reduce_on_device(
 
 
 def _as_sent(flat: Tensor) -> Tensor:
-    """A view whose dtype all backends know."""
+    """A view whose dtype all backends support."""
     known = flat.dtype.is_floating_point and flat.dtype.itemsize > 1
     return flat if known else flat.view(torch.uint8)
 
@@ -115,7 +115,7 @@ def _mean_over(group: dist.ProcessGroup, bucket: Bucket, transports: MeshTranspo
     return mean_over(
         group.size(),
         bucket.reduce_dtype,
-        # What the library sums by itself, and gloo, divide a sum.
+        # Where the library or gloo sums, the sum is divided.
         sum_only=transports.options.sum_only or not is_nccl,
         num_hosts=num_hosts(group) if is_nccl else None,
     )

@@ -1,4 +1,4 @@
-"""Collectives that the host orders, as operators of a graph: those of eager steps on the CPU.
+"""Collectives that the host orders, as operators of a graph: as in eager steps on the CPU.
 
 There are two operators, functions of tensors to a compiler. ``start`` begins a collective by the
 transport of a bucket, and returns an empty ticket. ``wait`` needs the ticket; it finishes the
@@ -31,7 +31,7 @@ Tensors = Sequence[Tensor | None]
 
 
 class HostCollectives:
-    """The collectives of one bucket, which graphs know by a number.
+    """The collectives of one bucket, to which graphs refer by a number.
 
     Args:
         index: of the bucket in ``unit``.
@@ -46,7 +46,7 @@ class HostCollectives:
             SCATTER: transports.scatter,
             ALL_REDUCE: transports.replicate,
         }
-        # Begun and not finished, in order: a graph finishes those of one use in that order.
+        # Begun and not finished, in order: a graph finishes each use's collectives in that order.
         self.in_flight: dict[str, deque[tuple[Finish, Tensor]]] = {
             use: deque() for use in self._transports
         }

@@ -182,7 +182,7 @@ def _sink(gathers: Sequence[_Gather], backward: Node) -> None:
 
 
 def _hoist(graph: Graph) -> None:
-    """Start each reduction when its gradients are there, and go on with those before it."""
+    """Start each reduction when its gradients are there, and continue those before it."""
     position, in_order = _positions(graph), list(graph.nodes)
     reductions = []
     for nodes in _nodes_of(graph, "reduce").values():

@@ -33,17 +33,17 @@ def compile_step(
 ) -> CompiledStep:
     """Compile forward, loss and backward of a sharded model as one graph.
 
-    The step reads the same shards and adds to the same ``.grad`` as eager training, so optimizers,
-    clipping and checkpoints stay what they are, and steps may be eager or compiled in turns.
+    The step reads the same shards and adds to the same ``.grad`` as eager training. So optimizers,
+    clipping and checkpoints need no change, and you can mix eager and compiled steps.
 
     Args:
-        model: its root is sharded by `fully_shard`.
+        model: a model whose root is sharded by `fully_shard`.
         loss_fn: called as ``loss_fn(model, *args, **kwargs)``. Returns the loss, a tensor with one
             number, or a tuple (or other pytree) whose first tensor is the loss. It is traced once
-            for each set of shapes: what it reads of Python objects is a constant afterwards, and
-            what it does to them happens while it is traced.
-        backend: compiles the graph; a name or a function as of `torch.compile`. "inductor" makes
-            kernels; "aot_eager" runs the operators that eager runs, for the same bits.
+            for each set of shapes. Values that it reads from Python objects are constants of the
+            graph, and it changes Python objects only while it is traced.
+        backend: the compiler of the graph: a name or a function, as for `torch.compile`. "inductor"
+            makes kernels; "aot_eager" runs the operators of eager steps, for the same bits.
 
     Returns:
         The step. Called with the arguments of ``loss_fn`` after the model, it runs forward and
@@ -52,7 +52,7 @@ def compile_step(
 
     Raises:
         TypeError: if ``model`` is not sharded.
-        ValueError: if a unit has a setting that the graph does not have; see docs/graph.md.
+        ValueError: if a unit has a setting that the graph does not support; see docs/graph.md.
 
     Example:
         >>> def loss_fn(model, tokens):
@@ -89,14 +89,14 @@ class CompiledStep:
 
     @property
     def num_graphs(self) -> int:
-        """The number of graphs, one for each set of shapes, dtypes and other arguments."""
+        """The number of captured graphs, one for each set of shapes, dtypes and other arguments."""
         return len(self._graphs)
 
     def reset(self) -> None:
-        """Trace again at the next call, after a change that the step cannot see.
+        """Trace again at the next call. Call this after a change that the step cannot see.
 
-        Shapes, dtypes, arguments, ``train()`` and ``eval()``, frozen parameters and autocast are
-        seen; attributes of modules and global variables are not.
+        It sees changes of shapes, dtypes, arguments, ``train()`` and ``eval()``, frozen parameters
+        and autocast, but not of module attributes and global variables.
         """
         self._graphs.clear()
         self._state = []  # units are checked again, too
@@ -215,14 +215,14 @@ def _make_ready(unit: Unit, streams: Streams) -> None:
 def _check(unit: Unit) -> None:
     """
     Raises:
-        ValueError: if the unit has a setting that a graph does not have.
+        ValueError: if the unit has a setting that a graph does not support.
     """
     config, options = unit.config, unit.config.comm_options
     settings = {
         "an offload policy": config.offload,
         "custom collectives": options.all_gather or options.reduce_scatter,
         "a CommPolicy": options.policy,
-        "memory of its own for collectives": options.memory,
+        "special memory for collectives": options.memory,
         "an all-reduce hook": config.all_reduce_hook,
         "reduce_scatter_unused_params": config.reduce_unused,
     }

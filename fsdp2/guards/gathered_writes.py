@@ -1,8 +1,8 @@
 """Writes in place to the unsharded parameters of a unit, which are lost when it is freed.
 
-Code that worked in one process writes like this: an initialization between ``unshard()`` and
-``reshard()``, or ``nn.Embedding(max_norm=...)`` in forward. A warning and no error: such an
-embedding computes what it should, since it renormalizes again in every forward.
+Code that worked in a single process writes like this: an initialization between ``unshard()`` and
+``reshard()``, or ``nn.Embedding(max_norm=...)`` in forward. This is a warning and no error: such an
+embedding computes correctly, since it renormalizes again in every forward.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class GatheredWrites(TreePart):
 
     @override
     def root_forward_begins(self) -> None:
-        # Who writes to gathered parameters does so in every step. Looking takes a tenth of a
-        # microsecond per parameter: it is done before forwards 1, 2, 4, 8 and so on.
+        # Code that writes to gathered parameters does so in every step. A check takes a tenth of a
+        # microsecond per parameter, so it runs before forwards 1, 2, 4, 8 and so on.
         self._num_forwards += 1
         if self._num_forwards.bit_count() == 1:
             for unit in self.runtime.units:
@@ -47,14 +47,14 @@ class GatheredWrites(TreePart):
         self.look(unit)
 
     def look(self, unit: Unit) -> None:
-        """Warn of writes since the last look."""
+        """Warn of writes since the last check."""
         written = []
-        # Where a bucket computes on its shards, what is written is the shard.
+        # If a bucket computes on its shards, the write changes the shard.
         for param in (p for b in unit.buckets if not b.aliases_shards for p in b.params):
             unsharded = param.unsharded
             if unsharded is None:
                 continue
-            # Gathers write to the storage, which moves no version counter.
+            # Gathers write to the storage, which changes no version counter.
             version = unsharded._version
             before = self._noted.get(param)
             if before is not None and before[0]() is unsharded and before[1] != version:

@@ -17,27 +17,27 @@ class LostWrites:
 
     Such a write gives a tensor other memory. For a DTensor it changes the wrapper only: the shard
     inside stays as it was, and the write is silently lost (`torch.nn.utils.vector_to_parameters`
-    writes like this). There is no hook for it. What it leaves behind is
-    another storage of the wrapper, so the addresses of these are compared: 0.1 to 0.2 microseconds
-    per parameter and forward, which is the price of never training on weights that were not loaded.
-    Nothing tells as much of a whole unit: version counters do not move, and a count of references
-    to a storage that wrappers share is back where it was if the writer keeps the old ``.data``.
+    writes like this). There is no hook for it. But the wrapper then has another storage, so the
+    storages' addresses are compared. This takes 0.1 to 0.2 microseconds per parameter and forward,
+    the price of never training on weights that were not loaded. No check of a whole unit would be
+    sufficient: version counters do not change, and the reference count of a storage that wrappers
+    share is unchanged if the writer keeps the old ``.data``.
     """
 
     def __init__(self) -> None:
         self._params: Sequence[ShardedParam] = ()
         self._sharded: list[torch.Tensor] = []
         self._locals: list[torch.Tensor] = []
-        # They have no memory. Held, since a second write could get the address of a freed one.
+        # They have no memory. They are held, since a second write could reuse a freed address.
         self._storages: list[torch.UntypedStorage] = []
         self._addresses: list[int] = []
         self._by_id: dict[int, int] | None = None  # of the parameter: its address
 
     def follow(self, params: Sequence[ShardedParam]) -> None:
-        """Look at ``params`` from now on."""
-        # The note of an unchanged parameter stays: units are planned anew between a write and the
-        # forward that is to find it (a thaw, a move of another parameter). Where the local tensor
-        # is new, the write went through the library, and the storage is right as it is.
+        """Watch ``params`` from now on."""
+        # The record of an unchanged parameter stays: units may be planned again between a write and
+        # the forward that should find it (a thaw, a move of another parameter). If the local tensor
+        # is new, the write went through the library, and the new storage is correct.
         known = {
             id(sharded): (local, storage)
             for sharded, local, storage in zip(
@@ -55,7 +55,7 @@ class LostWrites:
         self._note(storages)
 
     def is_intact(self, sharded: torch.Tensor) -> bool:
-        """Whether the storage of this wrapper is where it has to be."""
+        """Whether the storage of this wrapper has the recorded address."""
         if self._by_id is None:  # most units are planned many times before a state dict asks
             self._by_id = dict(zip(map(id, self._sharded), self._addresses, strict=True))
         address = self._by_id.get(id(sharded))
@@ -68,10 +68,10 @@ class LostWrites:
         self._by_id = None
 
     def check(self, unit_name: str) -> None:
-        """To be called before the shards are read.
+        """Check for lost writes; called before the shards are read.
 
         Raises:
-            RuntimeError: if a write was lost; once per write, as the parameters are put right.
+            RuntimeError: if a write was lost; once per write, as the parameters are repaired.
         """
         # One comparison of two lists of ints in C: this runs in every forward of every unit.
         if list(map(address_of, self._sharded)) != self._addresses:
@@ -82,7 +82,7 @@ class LostWrites:
         for param, local, address in zip(self._params, self._locals, self._addresses, strict=True):
             if param.local is local and address_of(param.sharded) != address:
                 lost.append(param)
-                # The wrapper goes back to its shard, or state dicts would save the one and steps
+                # The wrapper gets its shard back, or state dicts would save one tensor and steps
                 # train the other.
                 with torch.no_grad():
                     param.sharded.data = param.sharded_spec.wrap(local)

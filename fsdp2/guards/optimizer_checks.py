@@ -1,21 +1,21 @@
-"""What optimizers must know of sharded models, and mostly what to do about those that do not.
+"""Checks for optimizers that do not work with sharded models.
 
-- One that was built before `fully_shard` holds parameters that nothing computes with: training
-  runs and learns nothing.
-- One that is built while parameters are gathered holds plain tensors: gradients go to the sharded
+- If an optimizer was built before `fully_shard`, it holds parameters that nothing computes with:
+  training runs and learns nothing.
+- If it is built while parameters are gathered, it holds plain tensors: gradients go to the sharded
   parameters, and its step would change nothing.
-- LBFGS makes one vector of all gradients. DTensors support that if all ranks have equally many
-  rows, with the result of one process; otherwise torch fails with an internal error.
-- One that quantizes its state (torchao's) does so shard by shard. Its first step warns if that
-  gives other steps than in one process.
-- One that steps while gradients wait to be reduced changes nothing, and warns.
+- LBFGS makes one vector of all gradients. DTensors support that if all ranks have the same number
+  of rows, with the same result as a single process; otherwise torch fails with an internal error.
+- If an optimizer quantizes its state (torchao's), it does so shard by shard. Its first step warns
+  if the steps then differ from a single process.
+- If it steps while gradients wait to be reduced, it changes nothing, and warns.
 
-And `Optimizer.zero_grad` tells the roots, which then free the gradients that were dropped.
+Also, `Optimizer.zero_grad` notifies the roots, which then free the gradients that were dropped.
 
 torch calls hooks before the steps of all optimizers of a process, so each check is installed only
-once a model or an optimizer class needs it. Ordinary training has neither the first nor the last.
-What is gathered is looked for when an optimizer is built, and not in its steps; unless torch's
-classes are left alone (`common/torch_patches.py`).
+once a model or an optimizer class needs it. Ordinary training needs neither the first nor the last
+one. An optimizer is checked for gathered parameters when it is built, and not in its steps, unless
+patches of torch are turned off (`common/torch_patches.py`).
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from ..runtime.unit import ORIGINS, TreeRuntime, Unit
 from ..sharding.param import ShardedParam, managed_param, param_gathered_as
 from .requested_gradients import sharded_among
 
-_fine: WeakSet[Optimizer] = WeakSet()  # hold no original parameter
+_fine: WeakSet[Optimizer] = WeakSet()  # optimizers without original parameters
 _trees: WeakSet[TreeRuntime] = WeakSet()  # whose gradients `Optimizer.zero_grad` may have dropped
 
 
 def watch_originals(units: Sequence[Unit]) -> None:
-    """Look out for optimizers that hold original parameters of ``units``.
+    """Watch for optimizers that hold original parameters of ``units``.
 
-    To be called before the first forward: an original dies when it is sharded, unless a user or an
+    Call this before the first forward: an original is freed when it is sharded, unless a user or an
     optimizer holds it. The first step after gradients of the sharded ones raises RuntimeError.
     """
     if any(unit in units for unit, _ in ORIGINS.values()):
@@ -56,9 +56,9 @@ def watch_originals(units: Sequence[Unit]) -> None:
 
 
 def follow_optimizers(runtime: TreeRuntime) -> None:
-    """From now on optimizers refuse gathered parameters, and tell ``runtime`` of `zero_grad`."""
-    # All trees are told, not those of the optimizer's parameters: finding these would cost per
-    # parameter. A tree whose gradients are attached, or free already, is passed over unit by unit.
+    """From now on optimizers reject gathered parameters, and notify ``runtime`` of `zero_grad`."""
+    # All trees are notified, not only those with the optimizer's parameters: finding these would
+    # cost per parameter. Units whose gradients are attached, or already free, are skipped.
     _trees.add(runtime)
     _install(_check_unreduced)
     if not patches_torch():
@@ -91,7 +91,7 @@ def _check_gathered(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
 
 
 def _check_unpatched(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    # What is refused earlier, or computed, where methods of torch are replaced.
+    # These cases are rejected earlier, or computed, if methods of torch are replaced.
     for group in optimizer.param_groups:
         _check_gathered(optimizer, group)
     computed = sharded_among(p for group in optimizer.param_groups for p in group["params"])
@@ -130,9 +130,9 @@ def watch_flattening(params: Iterable[ShardedParam]) -> None:
 
 
 def watch_quantized() -> None:
-    """Look out for optimizers that quantize the state of shards otherwise than of whole parameters.
+    """Watch for optimizers that quantize the state of shards differently from whole parameters.
 
-    To be called before the first forward, when the class of the optimizer mostly is imported.
+    Call this before the first forward, when the class of the optimizer is usually imported.
     """
     kinds: list[type[Optimizer]] = [Optimizer]
     for kind in kinds:
@@ -176,7 +176,7 @@ def _check_originals(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         raise RuntimeError(
             f"This {type(optimizer).__name__} was built before fully_shard: it holds the original "
-            f"'{lost[0]}'{more}, while the gradients are those of the sharded parameters, so its "
+            f"'{lost[0]}'{more}, while the gradients belong to the sharded parameters, so its "
             "step would change nothing. Build it after fully_shard, from model.parameters()"
         )
 
@@ -209,7 +209,7 @@ def _check_flattening(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 class _OptimizerChecks(TreePart):
-    """Installs what a tree that is about to train needs; nothing is heard of its steps."""
+    """Installs the checks for a tree that is about to train; it uses no events of steps."""
 
     @override
     @classmethod

@@ -1,10 +1,10 @@
 """``backward(inputs=...)`` and ``torch.autograd.grad`` with sharded parameters.
 
-Autograd knows the unsharded parameters: a sharded one is in no graph. Asked for its gradient,
-``backward`` would silently do nothing and call no hook. So requests are looked at before the
-engine runs: ``backward`` is asked for the unsharded parameters too, and their units reduce the
-gradients as always. ``torch.autograd.grad`` returns gradients instead of accumulating them, so
-nothing would reduce them: an error says what to call.
+Autograd's graphs contain the unsharded parameters, and no sharded ones. Asked for the gradient of a
+sharded parameter, ``backward`` would silently do nothing and call no hook. So requests are checked
+before the engine runs. ``backward`` is also asked for the unsharded parameters, and their units
+reduce the gradients as always. ``torch.autograd.grad`` returns gradients instead of accumulating
+them, so nothing would reduce them: it raises an error with advice.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _INPUTS = 3  # the place of `inputs` among the engine's arguments after the outp
 
 
 def look_at_requests() -> None:
-    """Look at all runs of the engine with ``inputs`` from now on."""
+    """Check all runs of the engine with ``inputs`` from now on."""
     # torch.autograd has imported the function by name, and calls its own.
     for module in ("torch.autograd.graph", "torch.autograd"):
         wrap(f"{module}._engine_run_backward", _run)
@@ -39,8 +39,8 @@ def _run(run: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
     params = sharded_among(inputs) if inputs else []
     if not params:
         return run(outputs, *args, **kwargs)
-    # The shards are asked for, too: a penalty may be computed from the sharded parameters, and then
-    # they are leaves of the graph. Where they are not, ``backward`` ignores them.
+    # The shards are also requested: a penalty may be computed from the sharded parameters, which
+    # are then leaves of the graph. Otherwise ``backward`` ignores them.
     more = [unsharded for _, unsharded in params]
     asked = (*args[:_INPUTS], (*inputs, *more), *args[_INPUTS + 1 :])
     if kwargs.get("accumulate_grad"):
@@ -60,8 +60,8 @@ def sharded_among(inputs: Iterable[Any]) -> _Found:
 
 def _grad(run: Any, params: _Found, asked: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     num_inputs, allow_unused = len(asked[_INPUTS]) - len(params), asked[_INPUTS + 1]
-    # Unused ones are allowed in the run itself: usually either a sharded parameter or its unsharded
-    # form is in the graph. What the user said of that is checked on the result.
+    # The run itself allows unused ones: usually only one of a sharded parameter and its unsharded
+    # form is in the graph. The user's setting is applied to the result.
     grads = run(*asked[: _INPUTS + 1], True, *asked[_INPUTS + 2 :], **kwargs)
     used = [
         param.fqn

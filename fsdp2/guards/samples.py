@@ -1,6 +1,6 @@
 """A few elements that stand for a whole tensor: cheap to copy from a device and to compare.
 
-What writes a tensor (an init, a load, another seed) writes all of it, so sixteen elements show it.
+A write to a tensor (an init, a load, another seed) changes all of it, so sixteen elements show it.
 They do not show a change of a single element.
 """
 
@@ -20,8 +20,8 @@ def bits_of(tensor: torch.Tensor | None) -> tuple[torch.Tensor, slice] | None:
     """The elements of a plain tensor as integers over the same memory, and which of them to take.
 
     Returns:
-        None for subclasses, meta tensors, tensors of no numbers (bool, complex), and those that are
-        not contiguous, or empty.
+        None for subclasses, meta tensors, bool and complex tensors, and tensors that are not
+        contiguous, or empty.
     """
     # Subclasses may compute, or communicate, when they are indexed.
     if tensor is None or type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta:
@@ -41,7 +41,7 @@ class Samples:
     """Copies of samples of some tensors, on their devices until they are read.
 
     Args:
-        tensors: of any dtypes, on any devices; those that have no samples are left out.
+        tensors: of any dtypes, on any devices; tensors without samples are left out.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:

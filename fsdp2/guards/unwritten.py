@@ -2,12 +2,12 @@
 
 ``to_empty`` gives a model from the meta device memory without values. If a part of it is never
 written (a checkpoint has no rotary buffers, an init skips a parameter), the model runs and computes
-nonsense. So a few elements of each such tensor get a bit pattern, and are looked at before the
-first forward: a tensor that still has all of them was never written.
+nonsense. So a few elements of each such tensor get a bit pattern, which is checked before the first
+forward: a tensor that still has all of it was never written.
 
-Why not version counters: they miss writes through ``.data``, from NumPy or from a file. Why a few
-elements: nothing writes only the rest of a tensor, and reading 16 of each takes one transfer from
-the device for the whole model. Later steps do nothing.
+Version counters would not do: they miss writes through ``.data``, from NumPy or from a file. A few
+elements are enough: nothing writes only the rest of a tensor, and reading 16 of each takes one
+transfer from the device for the whole model. Later steps do nothing.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _TO_EMPTY = nn.Module.to_empty.__qualname__ + ".<locals>.<lambda>"
 
 @dataclass
 class Marked:
-    """A tensor with the pattern: a sharded parameter, or what a module holds under a name."""
+    """A tensor with the pattern: a sharded parameter, or a module's tensor by name."""
 
     param: ShardedParam | None = None
     module: nn.Module | None = None
     name: str = ""
 
     def tensor(self) -> torch.Tensor | None:
-        """The tensor that is there now."""
+        """The present tensor."""
         # By name and not by reference: moves, casts and loads replace buffers and local tensors.
         if self.param is not None:
             return self.param.local
@@ -53,7 +53,7 @@ class Marked:
         return None
 
     def full_name(self, names: dict[nn.Module, str]) -> str:
-        """The name in the model that ``names`` lists the modules of."""
+        """The name in the model whose modules ``names`` lists."""
         module, name = self.module, self.name
         if self.param is not None:
             module, name = self.param.owners[0]
@@ -70,11 +70,11 @@ def to_be_made(
     Args:
         fn: the function of torch's ``to_empty``, or one with an attribute ``makes_empty``, which
             leaves tensors with values alone.
-        modules: those of one unit, without those of units inside.
+        modules: the modules of one unit, without modules of inner units.
         params: of the unit.
     """
-    # ``_apply`` also serves ``.to`` and ``.half``, whose results have values. There is nothing but
-    # its function to tell them apart.
+    # ``_apply`` also serves ``.to`` and ``.half``, whose results have values. Only its function
+    # distinguishes them.
     only_meta = getattr(fn, "makes_empty", False)
     if not only_meta and getattr(fn, "__qualname__", "") != _TO_EMPTY:
         return []
@@ -88,7 +88,7 @@ def to_be_made(
 
 
 def write_pattern(marks: Iterable[Marked]) -> list[Marked]:
-    """Write the pattern into what has just been made; returns those that can be looked at."""
+    """Write the pattern into new tensors; returns the marks that can be checked."""
     made = []
     with torch.no_grad():
         for mark in marks:
@@ -101,9 +101,9 @@ def write_pattern(marks: Iterable[Marked]) -> list[Marked]:
 
 
 def never_written(marks: Iterable[Marked]) -> list[Marked]:
-    """Those whose tensor still has the pattern."""
+    """The marks whose tensor still has the pattern."""
     asked: dict[torch.device, list[tuple[Marked, torch.Tensor]]] = {}
-    # Answers are collected per device and read at once: each read by itself waits for the device.
+    # Results are collected per device and read at once: each separate read waits for the device.
     with torch.no_grad():
         for mark in marks:
             found = _samples(mark.tensor())
@@ -122,13 +122,13 @@ def never_written(marks: Iterable[Marked]) -> list[Marked]:
 
 
 def _samples(tensor: torch.Tensor | None) -> tuple[torch.Tensor, slice, int] | None:
-    """The elements of a plain tensor as integers, which of them are looked at, and the pattern.
+    """The elements of a plain tensor as integers, the ones to check, and the pattern.
 
-    None for tensors without such a view, or too small to be sure of.
+    None for tensors without such a view, or too small to be certain.
     """
     found = bits_of(tensor)
-    # Fewer than four bytes may be the pattern by chance. And as integers the patterns are negative,
-    # which no count or index is: uint8 has no such value.
+    # Fewer than four bytes may equal the pattern by chance. And as integers the patterns are
+    # negative, unlike counts and indices: uint8 has no such value.
     if tensor is None or found is None or tensor.nbytes < 4 or tensor.dtype is torch.uint8:
         return None
     bits, index = found
@@ -136,10 +136,10 @@ def _samples(tensor: torch.Tensor | None) -> tuple[torch.Tensor, slice, int] | N
 
 
 def warn_of_unwritten(root: nn.Module, marks: Iterable[Marked]) -> None:
-    """Name the tensors that ``to_empty`` made and nothing wrote, each at most once.
+    """Warn of tensors that ``to_empty`` made and nothing wrote, each at most once.
 
     Warns:
-        UserWarning: with names and what to do.
+        UserWarning: with names and advice.
     """
     left = never_written(marks)
     if not left:
@@ -173,13 +173,13 @@ def check_meta_buffers(root: nn.Module) -> None:
 
 
 def marks_of(unit: Unit) -> list[Marked]:
-    """What ``to_empty`` made in ``unit``, until the next gather."""
-    # A parameter may have left the unit since.
+    """The tensors that ``to_empty`` made in ``unit``, until the next gather."""
+    # A parameter may have left the unit since then.
     return [m for m in unit.of_parts.get(Marked, ()) if m.param is None or m.param in unit.params]
 
 
 class _Marks(UnitPart):
-    """Follows what ``to_empty`` makes."""
+    """Keeps track of tensors that ``to_empty`` makes."""
 
     def __init__(self) -> None:
         self._to_be_made: dict[Unit, list[Marked]] = {}  # of modules on the stack of `_apply`
@@ -203,7 +203,7 @@ class _Marks(UnitPart):
 
 
 class Unwritten(TreePart):
-    """Looks at the marks before the first gather."""
+    """Checks the marks before the first gather."""
 
     runtime: Runtime
 

@@ -1,4 +1,4 @@
-"""`offload_activations`: what forward saves for backward, in host memory beyond a limit."""
+"""`offload_activations`: keeps tensors saved for backward in host memory, beyond a limit."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ ALIGN_BYTES = 512
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """What `offload_activations` has moved and holds, in bytes, of all devices.
+    """What `offload_activations` holds and has copied, in bytes, over all devices.
 
     Attributes:
-        device, device_peak: saved tensors on the device, now and at most. Only what may be
-            offloaded counts: no parameters, and nothing smaller than ``min_bytes``.
+        device, device_peak: saved tensors on the device, now and at most. Only tensors that may be
+            offloaded count: no parameters, and none smaller than ``min_bytes``.
         host, host_peak: host memory in use for saved tensors, now and at most.
         to_host, to_device: copied so far.
 
@@ -46,45 +46,43 @@ class ActivationBytes:
 
 
 class offload_activations:  # noqa: N801 (used like a function)
-    """Context for forward: what autograd saves for backward goes to host memory beyond a limit.
+    """Context for forward that moves tensors saved for backward to host memory, beyond a limit.
 
-    The tensors that were saved first, which backward needs last, are copied to page-locked memory
-    on a stream of their own while forward goes on, and brought back during backward before they
-    are needed. Gradients are the same bit for bit. It is another way to save memory than activation
-    checkpointing, which computes again what it does not keep; both can be combined: of checkpointed
-    blocks, the inputs are offloaded.
+    The tensors that forward saves first are needed last in backward. They are copied to page-locked
+    memory on a separate stream while forward continues, and brought back before they are needed.
+    Gradients are bitwise the same. Activation checkpointing computes tensors again instead. Both
+    can be combined: the inputs of checkpointed blocks are then offloaded.
 
-    Compared with ``torch.autograd.graph.save_on_cpu``, which copies all that is saved, tensor by
-    tensor, while compute waits:
+    Compared with ``torch.autograd.graph.save_on_cpu``, which copies every saved tensor while
+    compute waits:
 
-    - up to ``max_device_bytes`` stay on the device, and need no copy at all;
-    - gathered parameters, which their units free and gather again, other parameters and buffers
-      are never copied;
+    - up to ``max_device_bytes`` stay on the device, without a copy;
+    - parameters, also gathered ones (which their units free and gather again), and buffers are
+      never copied;
     - tensors that share memory (views, the same input of several layers) are copied once;
-    - compute goes on while copies are under way;
+    - compute continues during copies;
     - a saved tensor that was changed in place is an error in backward, as without offload.
 
     Args:
-        model: the model whose forward runs in the context, sharded or not; by it parameters and
-            buffers are told from activations.
+        model: the model whose forward runs in the context, sharded or not. Its parameters and
+            buffers are not offloaded.
         max_device_bytes: how many bytes of saved tensors stay on the device. A quarter of them is
-            for copies under way, so 0 leaves compute to wait for each copy: choose at least four
-            times what a block saves. Neither the tensor that is saved at the moment counts, nor, in
-            backward, those that are being used and the one after them.
+            for copies in flight, so choose at least four times what a block saves; with 0, compute
+            waits for each copy. The tensor being saved does not count, nor do, in backward, the
+            tensors in use and the next one.
         min_bytes: smaller tensors stay on the device, and are not counted.
         pin_memory: whether to page-lock host memory. Without it, copies block the host.
 
-    Only the forward belongs into the context; backward finds what it needs by itself. The context
-    can be entered again and again, for every micro-batch, and keeps its host memory for the next
-    time: make it once. Tensors on the CPU are left alone, so the same program runs there, too.
-    Tensor subclasses (DTensor) are offloaded by their inner tensors. With torch.compile, the
-    context has to be outside of the compiled function. ``torch.func`` transforms raise an error of
-    torch: they do not support hooks on saved tensors.
+    Run only the forward in the context; backward needs none. Create one context and enter it for
+    every micro-batch: it keeps its host memory. Tensors on the CPU are left alone, so the same
+    program runs there, too. The inner tensors of tensor subclasses (DTensor) are offloaded. With
+    torch.compile, enter the context outside of the compiled function. ``torch.func`` transforms
+    raise an error, since they do not support hooks on saved tensors.
 
     Raises:
         ValueError: if a number is negative.
-        RuntimeError: in forward, while a CUDA graph is captured; in backward, if a saved tensor was
-            changed in place since.
+        RuntimeError: in forward, while a CUDA graph is captured; in backward, if a saved tensor has
+            been changed in place.
 
     Example:
         >>> offload = offload_activations(model, max_device_bytes=4 << 30)
@@ -96,9 +94,9 @@ class offload_activations:  # noqa: N801 (used like a function)
 
     _plain: type[Tensor] = Tensor  # `fsdp2.planning` has fake ones
 
-    # Copies beside forward, the last ones first beside backward: vDNN (Rhu et al., MICRO 2016,
-    # arXiv 1602.08124). Rejected: to begin with the largest tensors, which are few; the first ones
-    # are those that stay longest, and what stays is then what backward begins with.
+    # Copies during forward, and back during backward, the last ones first: vDNN (Rhu et al., MICRO
+    # 2016, arXiv 1602.08124). Rejected: to begin with the largest tensors, which are few. The first
+    # ones are needed last, and backward begins with the tensors that stayed.
 
     def __init__(
         self,
@@ -130,7 +128,7 @@ class offload_activations:  # noqa: N801 (used like a function)
 
     @property
     def bytes(self) -> ActivationBytes:
-        """What is where, and what was copied."""
+        """How many bytes are on the device and on the host, and how many were copied."""
         counts = [memory.counted() for memory in self._memories.values() if memory is not None]
         return ActivationBytes(
             **{name: sum(getattr(c, name) for c in counts) for name in vars(SavedBytes())}
@@ -305,7 +303,7 @@ class _Wrapper(_Part):
 
 
 def _range_of(tensor: Tensor, storage_bytes: int) -> tuple[int, int]:
-    """The bytes of the storage to move: those of the tensor, or all if others may want the rest."""
+    """The bytes of the storage to move: the tensor's, or all if others may want the rest."""
     first = int(tensor.storage_offset())
     span = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     start, stop = first * tensor.itemsize, (first + span) * tensor.itemsize

@@ -12,8 +12,8 @@ from ..common.pinned import CHUNK_BYTES, power_of_two
 def sizes_for(nbytes: int) -> list[int]:
     """Blocks for ``nbytes``: powers of two, as torch's allocator would round other sizes up.
 
-    Less than 1/8 is wasted, and there are at most four below `CHUNK_BYTES`: each is a copy of its
-    own.
+    Less than 1/8 is wasted, and there are at most four below `CHUNK_BYTES`: each is a separate
+    copy.
 
     Example:
         >>> sizes_for(1000), sizes_for(1025), sizes_for(3 << 28 | 1)

@@ -41,32 +41,31 @@ def offload_optimizer(
 ) -> T:
     """Keep the state of an optimizer in host memory, or in files, between its steps.
 
-    ``optimizer.step()`` goes through the parameters in parts of ``chunk_bytes`` of state. While one
-    is stepped, the state of the next is brought to where its parameters are, and that of the
-    last one is taken back, on a stream and by threads of their own. For optimizers that treat
-    every element independently of the others, which is tested as by `fsdp2.optim.local_step`; they
-    see local tensors as there, and their results are the same.
+    ``optimizer.step()`` handles the parameters in parts of ``chunk_bytes`` of state. While it steps
+    one part, a separate stream and threads bring the state of the next part to its parameters, and
+    take the state of the previous part back. The optimizer must treat every element independently
+    of the others; this is tested as by `fsdp2.optim.local_step`. It sees local tensors, as there,
+    and results are the same.
 
-    - *Parameters on a device:* the step runs on the device. What moves per step is the state, once
-      each way (of AdamW in float32: 16 bytes a parameter).
+    - *Parameters on a device:* the step runs on the device. Each step copies the state once each
+      way (with AdamW in float32: 16 bytes per parameter).
     - *Parameters in host memory* (`CPUOffloadPolicy`): the step runs there (choose ``fused=True``).
       Only files make a difference then.
 
-    In between, ``optimizer.state`` has tensors (DTensors of DTensors) over host memory or over the
-    mapped files. So ``state_dict``, checkpoints and loading work as without, on whatever is where.
+    Between steps, ``optimizer.state`` has tensors (DTensors for DTensor parameters) over host
+    memory or over the mapped files. So ``state_dict``, checkpoints and loading work as usual.
 
     Args:
-        optimizer: over DTensors, plain parameters, or both. Changed in place: its class becomes a
-            subclass of its class.
-        to: "cpu", or a folder on a local disk (NVMe). Files are read and written by direct I/O;
-            each rank has its own, without names: they are gone when the optimizer or the process
-            is.
-        max_device_bytes: bytes of state that stay where their parameters are: of the first ones
-            that fit.
+        optimizer: over DTensors, plain parameters, or both. Changed in place: it becomes an
+            instance of a subclass of its class.
+        to: "cpu", or a folder on a local disk (NVMe). Files are read and written by direct I/O.
+            Each rank has unnamed files, which vanish with the optimizer or the process.
+        max_device_bytes: bytes of state that stay with their parameters: the state of the first
+            parameters that fit.
         chunk_bytes: bytes of state that are stepped together. At most three times as many are
-            with the parameters at once, besides those that stay; a parameter with more is a
-            part by itself.
-        min_bytes: smaller tensors of the state stay.
+            with the parameters at once, in addition to those that stay. A parameter with more state
+            is a separate part.
+        min_bytes: smaller tensors of the state stay with their parameters.
         pin_memory: whether to page-lock host memory for parameters on a device.
         elementwise: True asserts that the optimizer is elementwise and skips the test.
 
@@ -74,11 +73,11 @@ def offload_optimizer(
         The same optimizer.
 
     Raises:
-        TypeError: if the optimizer is not elementwise, keeps what it remembers in its groups or
-            attributes (raised in its first step), wraps another one, or requires a closure.
+        TypeError: if the optimizer is not elementwise, keeps state in its groups or attributes
+            (raised in its first step), wraps another optimizer, or requires a closure.
         ValueError: if it is differentiable, its ``step`` was replaced (as by
-            `fsdp2.optim.flat_step`, which this replaces), or a number is negative.
-        OSError: if the folder cannot be made; in a step, if the disk is full or fails.
+            `fsdp2.optim.flat_step`, which cannot be combined with this), or a number is negative.
+        OSError: if the folder cannot be created; in a step, if the disk is full or fails.
 
     Example:
         >>> optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -277,7 +276,7 @@ class Pager:
         now = remembered_attributes(optimizer)
         names += [name for name in now if attributes.get(name, self) is not now[name]]
         if names or inner:
-            what = ", ".join(names) or "an entry of its own in its state"
+            what = ", ".join(names) or "an extra entry in its state"
             raise TypeError(
                 f"{who} keeps what it remembers outside of the state of its parameters ({what}), "
                 "and would do so once for each part: its state cannot be offloaded"

@@ -205,7 +205,7 @@ class Page:
         )
         self._slots = slots
         for key, slot in slots.items():
-            # A storage of its own: DTensors need it, and of a part ``torch.save`` writes all.
+            # A separate storage: DTensors need it, and of a part ``torch.save`` writes all.
             here = with_own_storage(slot.of(home.bytes))
             here.copy_(values[key])
             self._placed[key] = state[key] = self._laid_out(here)

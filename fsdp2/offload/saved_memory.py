@@ -19,7 +19,7 @@ back       a copy              valid       away, if this backward is through wit
 Nothing here keeps an entry alive: it ends with the graph that needs it. What has been done by then
 is deterministic, as in `comm.streams`: no decision depends on how fast a copy was.
 
-A forward may compute on several streams (experts beside attention), and backward enters each
+A forward may compute on several streams (experts next to attention), and backward enters each
 operator on the stream of its forward. So what comes back gets memory of the stream that saved it,
 which waits for the copy. Only what several streams have saved is recorded (``record_stream``) on
 those that use the memory of another.
@@ -46,7 +46,7 @@ Places = dict[int, "weakref.ref[Entry]"]
 
 @dataclass
 class SavedBytes:
-    """Bytes, now and at most, and those of all copies so far."""
+    """Bytes that are held, now and at most, and bytes that were copied so far."""
 
     device: int = 0
     device_peak: int = 0
@@ -132,10 +132,10 @@ class SavedMemory:
         self.counts = SavedBytes()
         self.dead: deque[tuple[Any, ...]] = deque()  # entries that nobody needs any more
         self.device, self._limit, self._copies = device, limit, copies
-        # What may be on its way while compute goes on.
+        # What may be in flight while compute continues.
         self._window = limit // 4
         self._host = HostMemory(pin)
-        self._lock = threading.RLock()  # backward has threads of its own
+        self._lock = threading.RLock()  # backward runs in other threads
         self._number = 0
         self._known: dict[Hashable, weakref.ref[Entry]] = {}
         self._resident: Places = {}
@@ -157,7 +157,7 @@ class SavedMemory:
         """Save a range of bytes; the same range and content has the same key.
 
         Args:
-            named: the tensor whose address is in the key, beside that of the storage.
+            named: the tensor whose address is in the key, next to the storage's address.
 
         Returns:
             Its entry, and the number to `use` it with.

@@ -1,6 +1,6 @@
 """Gradient norms and optimizer steps for parameters that are spread over ranks.
 
-Built only on DTensors, so it works with `fsdp2.fully_shard`, torch's, and any other sharding.
+Built on DTensors only, so it works with `fsdp2.fully_shard`, torch's FSDP2, and any other sharding.
 """
 
 # First: its error names all that this torch lacks.

@@ -38,7 +38,7 @@ class Layout:
     """How a tensor is sharded over a mesh; without a ``mesh``, every rank holds it whole.
 
     Attributes:
-        mesh, placements: as of a DTensor; no partial sums.
+        mesh, placements: as in a DTensor, without partial sums.
         shape, dtype: shape and dtype of the whole tensor.
     """
 
@@ -300,7 +300,7 @@ class OwnerExchange:
         in_numels = [sum(piece.numel() for piece in peer) for peer in sends]
         group = self.mesh.get_group(dim)
         sent, received = source, target
-        if dtype.is_floating_point and dtype.itemsize == 1:  # gloo does not know float8
+        if dtype.is_floating_point and dtype.itemsize == 1:  # gloo does not support float8
             sent, received = source.view(torch.uint8), target.view(torch.uint8)
         with explained(_CALL, group):
             dist.all_to_all_single(received, sent, out_numels, in_numels, group=group)

@@ -37,22 +37,23 @@ T = TypeVar("T", bound=Optimizer)
 def flat_step(optimizer: T, *, elementwise: bool = False) -> T:
     """Make ``optimizer.step()`` run on flat tensors, each over the shards of many parameters.
 
-    Like `local_step`, and faster where parameters are small: parameters of a group that lie side by
-    side, as those of a unit do, are one tensor during the step, so the time no longer depends on
-    how many there are. Small units are put side by side too, at the first forward, if this was
-    called before. For optimizers that treat every element independently of the others and of
-    the shape of its parameter. Both are tested by stepping on small parameters, before anything is
-    changed and again when the options change. The results are those of `local_step`
-    (docs/optimizers.md).
+    Like `local_step`, but faster where parameters are small. Parameters of a group that lie side by
+    side, as in a unit, are one tensor during the step, so the time no longer depends on their
+    number. If this is called before the first forward, small units are put side by side too.
 
-    Parameters without a gradient in a step, plain parameters, and those whose state differs (they
-    have taken fewer steps) are left out of the flat tensors of the others. Outside the step nothing
-    changes: parameters, gradients and state are one DTensor per parameter for ``state_dict``,
-    checkpoints, schedulers, gradient scalers, step hooks and closures.
+    The optimizer must treat every element independently of the others and of the shape of its
+    parameter. Both are tested by stepping small parameters, before anything is changed and again
+    when the options change. The results are the same as with `local_step`, with one exception (see
+    docs/optimizers.md).
+
+    The flat tensors leave out parameters without a gradient in a step, plain parameters, and
+    parameters whose state differs (they have taken fewer steps). Outside the step nothing changes:
+    parameters, gradients and state are one DTensor per parameter for ``state_dict``, checkpoints,
+    schedulers, gradient scalers, step hooks and closures.
 
     Args:
-        optimizer: over DTensors, plain parameters, or both. Changed in place: its class becomes a
-            subclass of its class.
+        optimizer: over DTensors, plain parameters, or both. Changed in place: it becomes an
+            instance of a subclass of its class.
         elementwise: True asserts that it is elementwise and independent of shapes, and skips the
             test.
 
@@ -61,12 +62,12 @@ def flat_step(optimizer: T, *, elementwise: bool = False) -> T:
 
     Raises:
         TypeError: if it is not elementwise or depends on shapes (raised in a step if it only shows
-            there; the message says which function to use instead), or if it wraps another
-            optimizer or requires a closure.
+            there; the message names the function to use instead), or if it wraps another optimizer
+            or requires a closure.
         ValueError: if it is differentiable, or if its ``step`` was replaced by something other than
             a learning rate scheduler.
-        RuntimeError: in a step, if state does not have the parameter's layout: then the optimizer
-            is not elementwise.
+        RuntimeError: in a step, if state does not have the parameter's layout, so that the
+            optimizer is not elementwise.
 
     Example:
         >>> optimizer = fsdp2.optim.flat_step(torch.optim.AdamW(model.parameters(), fused=True))

@@ -44,7 +44,7 @@ class History:
         joins: whether small blocks are copied together, which takes memory between steps.
         uses: of plans.
         misses: looks that found gradients outside of packs.
-        apart: ids of parameters whose gradients were side by side by chance: blocks of their own.
+        apart: ids of parameters whose gradients were side by side by chance: separate blocks.
         alone: ids of parameters that had no gradient while others of their run had one: they may
             be one tensor with their block, not with others.
         firsts: ids of parameters where blocks begin, since only they or only those that lie before
@@ -71,7 +71,7 @@ class History:
 
 
 class FlatPiece:
-    """A parameter with a gradient, as a part of a block that is to be found."""
+    """A parameter with a gradient, as a part of a block that has yet to be found."""
 
     __slots__ = ("address", "grad", "grad_address", "grad_dtype", "local", "param", "signature")
 
@@ -251,7 +251,7 @@ def find_blocks(
             chains[-1].append(piece)
         else:
             chains.append([piece])
-    # Parameters of which this rank has nothing lie nowhere: they join any block that agrees.
+    # Parameters without elements on this rank lie nowhere: they join any block that agrees.
     empty: dict[Signature, list[FlatPiece]] = {}
     for piece in pieces:
         if not piece.numel:

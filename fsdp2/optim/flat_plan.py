@@ -122,7 +122,7 @@ class FlatPlan:
         return self._agreed
 
     def look(self) -> bool:
-        """Find out where the gradients are, and remember what that says about the blocks."""
+        """Find out where the gradients are, and remember what that shows about the blocks."""
         if self._packs and self._is_unchanged():
             return True
         self._packs, self._parts = [], []
@@ -147,10 +147,10 @@ class FlatPlan:
         return True
 
     def _is_unchanged(self) -> bool:
-        """Whether all gradients are those of the last look, at the same addresses."""
-        # Each gradient is looked at: ``.grad`` is an attribute, which a user may have set to
-        # anything since backward, and nothing tells. Counts of references to what backward left
-        # there do not: they are the same if two parameters have swapped theirs.
+        """Whether all gradients are the same as at the last look, at the same addresses."""
+        # Each gradient is looked at: a user may have set the attribute ``.grad`` to anything since
+        # backward, without a trace. Counts of references to the gradients that backward left do
+        # not show it: they are the same if two parameters have swapped gradients.
         expected = []
         for reference, (part, address) in zip(self._packs, self._parts, strict=True):
             pack = reference()
@@ -192,7 +192,7 @@ class FlatPlan:
         for run in self.runs:
             run.hide()
         # Units and autograd tell by it whether the shards were written; the flat tensors have
-        # counters of their own.
+        # separate counters.
         sources = self.sources
         if not all(run.active for run in self.runs):
             sources = [source for run in self.runs if run.active for source in run.sources]

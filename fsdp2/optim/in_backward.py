@@ -1,18 +1,18 @@
-"""`step_in_backward`: parameters in host memory are stepped while backward goes on.
+"""`step_in_backward`: parameters in host memory are stepped while backward continues.
 
-Whoever owns gradients tells when some of them are complete (`BackwardSteps.begin`), and a thread
+The owner of gradients reports when some of them are complete (`BackwardSteps.begin`), and a thread
 steps their parameters. ``optimizer.step()`` waits for the thread, and steps what is left.
 
 [Note: what comes between backward and step]
 A step in backward uses gradients that nothing may change any more. Much of what users do between
-``backward()`` and ``step()`` changes them (clipping, a `GradScaler`, another backward), or what the
-step reads besides (the learning rate, the parameter). It would have no effect on parameters that
-were stepped, without a word. So until ``step()`` their ``.grad`` is a `SteppedGradient`, which has
-no data and raises in every operation; options and parameters are compared in ``step()``. Steps
-are not undone then: errors say that parameters are ahead.
+``backward()`` and ``step()`` changes them (clipping, a `GradScaler`, another backward), or other
+inputs of the step (the learning rate, the parameter). On parameters that were stepped, it would
+silently have no effect. So until ``step()`` their ``.grad`` is a `SteppedGradient`, which has no
+data and raises in every operation; options and parameters are compared in ``step()``. Steps are not
+undone then: errors say that parameters are ahead.
 
 Rejected: gradients that stay attached, with a look at their version counters. `torch._foreach`
-operators on DTensors, and those of a `GradScaler` on any tensor, do not count as writes. Also
+operators on DTensors, and a `GradScaler`'s operators on any tensor, do not count as writes. Also
 rejected: copies of parameters and state to undo steps, which are as large as what is saved.
 """
 
@@ -47,51 +47,49 @@ _NOTHING = object()
 _STEPS = "_fsdp2_backward_steps"  # of an optimizer's `__dict__`
 _FREES = "free_gradients"
 _AHEAD = (
-    "Parameters were stepped in backward, so training would not go on as without it: load a "
+    "Parameters were stepped in backward, so training would not continue as without it: load a "
     "checkpoint"
 )
 
 
 def step_in_backward(optimizer: T, *, elementwise: bool = False, free_gradients: bool = False) -> T:
-    """Let parameters in host memory be stepped by a thread while backward goes on.
+    """Let a thread step parameters in host memory while backward continues.
 
-    In the last backward before ``optimizer.step()``, a parameter of `fully_shard` is stepped as
-    soon as its reduced gradient is in host memory, which `CPUOffloadPolicy` puts it in, or where
-    the model trains on the CPU. ``optimizer.step()`` then waits for these steps and does the
-    others: plain parameters, shards on a device, what a later part of backward might still use, and
-    all parameters in the first two steps. The results are those of `local_step`, bit for bit, and
-    so are state dicts and checkpoints. As there, the optimizer has to treat every element on its
-    own.
+    In the last backward before ``optimizer.step()``, the thread steps a parameter of `fully_shard`
+    as soon as its reduced gradient is in host memory: with `CPUOffloadPolicy`, or if the model
+    trains on the CPU. ``optimizer.step()`` then waits for these steps and does the others: plain
+    parameters, shards on a device, parameters that a later part of backward might still use, and
+    all parameters in the first two steps. Results, state dicts and checkpoints are bitwise the same
+    as with `local_step`. As there, the optimizer must treat every element independently.
 
-    Between ``backward()`` and ``step()`` parameters and state are partly those of the next step,
-    so nothing may depend on them or change them:
+    Between ``backward()`` and ``step()``, some parameters and states are already one step ahead. So
+    nothing may depend on them or change them:
 
-    - no clipping, no ``GradScaler``: every gradient is used as backward leaves it. Until
-      ``step()``, ``.grad`` of a parameter that was stepped raises in every operation; afterwards
-      it is there.
-    - learning rates and other options are set before backward or after the step.
-    - every backward that ends an accumulation is followed by a step; others are marked with
+    - Do not clip gradients or use a ``GradScaler``: every gradient is used as backward leaves it.
+      Until ``step()``, every operation on the ``.grad`` of a stepped parameter raises; afterwards
+      the gradient is there again.
+    - Set learning rates and other options before backward or after the step.
+    - Follow every backward that ends an accumulation with a step. Mark other backwards with
       ``set_requires_gradient_sync(False)`` or ``set_is_last_backward(False)``.
-    - a backward that raises has stepped some parameters: the next forward says so once.
+    - A backward that raises has stepped some parameters: the next forward then raises, once.
 
-    If any of this is not kept, that operation, ``step()`` or the next forward raises.
+    If a rule is broken, the operation, ``step()`` or the next forward raises.
 
     Args:
-        optimizer: over DTensors, plain parameters, or both. Changed in place: its class becomes a
-            subclass of its class. ``fused=True`` is fastest on the CPU.
+        optimizer: over DTensors, plain parameters, or both. Changed in place: it becomes an
+            instance of a subclass of its class. ``fused=True`` is fastest on the CPU.
         elementwise: True asserts that it is elementwise and skips the test.
-        free_gradients: free each gradient as soon as its step in backward is over, where nothing
-            else refers to it and its memory is not page-locked. ``step()`` then ends as
-            ``zero_grad()`` does: afterwards no parameter of the optimizer has a ``.grad``.
+        free_gradients: free each gradient as soon as its step in backward is over, unless something
+            else refers to it or its memory is page-locked. ``step()`` then ends with the effect of
+            ``zero_grad()``: no parameter of the optimizer has a ``.grad``.
 
     Returns:
         The same optimizer.
 
     Raises:
-        TypeError: if it is not elementwise, keeps what it remembers in its groups or attributes, or
-            writes to gradients (the last two are raised by its first step), wraps another
-            optimizer, or requires a closure.
-        ValueError: if it is differentiable, or its ``step`` was replaced (as by
+        TypeError: if it is not elementwise, wraps another optimizer, or requires a closure. Also in
+            its first step, if it keeps state in its groups or attributes, or writes to gradients.
+        ValueError: if it is differentiable, or its ``step`` was replaced (for example by
             `fsdp2.optim.flat_step`).
 
     Example:
@@ -242,7 +240,7 @@ class BackwardSteps(Stepper):
         return any(part.backward is backward for part in self._parts)
 
     def check_state(self) -> None:
-        """Raises RuntimeError if the state is partly that of the next step."""
+        """Raises RuntimeError if the state is partly one step ahead."""
         if self._parts:
             raise not_stepped("The state of an optimizer was asked for")
 
@@ -257,7 +255,7 @@ class BackwardSteps(Stepper):
         """
         optimizer = self._optimizer()
         assert optimizer is not None
-        for part in self._parts:  # before anything changes: after Ctrl-C here, a step goes on
+        for part in self._parts:  # before anything changes: after Ctrl-C here, a step continues
             part.wait()
             if self._frees:
                 part.drop_gradients()
@@ -457,7 +455,7 @@ class _Part:
         if has_arguments or scaled:
             raise RuntimeError(
                 f"{who}.step() was given a gradient scale or other arguments, which steps in "
-                f"backward could not know. {_AHEAD}, and leave out step_in_backward"
+                f"backward did not have. {_AHEAD}, and leave out step_in_backward"
             )
         changed = [
             key

@@ -32,17 +32,17 @@ T = TypeVar("T", bound=Optimizer)
 def local_step(optimizer: T, *, elementwise: bool = False) -> T:
     """Make ``optimizer.step()`` run on the local tensors of its DTensors.
 
-    For optimizers that treat every element independently, as most of torch's do, in any
-    implementation (for-loop, foreach, fused, capturable). This is tested by stepping on small
-    parameters, whole and in parts, before anything is changed and again when the options
-    change. docs/optimizers.md lists the optimizers of several libraries. The results are the same.
+    Use it for elementwise optimizers, which treat every element independently, as most of torch's
+    do. Any implementation works (for-loop, foreach, fused, capturable), and the results are the
+    same. A test steps small parameters, whole and in parts, before anything is changed and again
+    when the options change. docs/optimizers.md lists the optimizers of several libraries.
 
     Outside the step nothing changes: parameters, gradients and state are DTensors for
     ``state_dict``, checkpoints, schedulers, gradient scalers, step hooks and closures.
 
     Args:
-        optimizer: over DTensors, plain parameters, or both. Changed in place: its class becomes a
-            subclass of its class.
+        optimizer: over DTensors, plain parameters, or both. Changed in place: it becomes an
+            instance of a subclass of its class.
         elementwise: True asserts that it is elementwise and skips the test.
 
     Returns:
@@ -53,8 +53,8 @@ def local_step(optimizer: T, *, elementwise: bool = False) -> T:
             another optimizer, or requires a closure.
         ValueError: if it is differentiable, which needs the graph of the DTensors, or if its
             ``step`` was replaced by something other than a learning rate scheduler.
-        RuntimeError: in a step, if state does not have the parameter's layout: then the optimizer
-            is not elementwise.
+        RuntimeError: in a step, if state does not have the parameter's layout, so that the
+            optimizer is not elementwise.
 
     Example:
         >>> optimizer = fsdp2.optim.local_step(torch.optim.AdamW(model.parameters(), fused=True))
@@ -70,11 +70,11 @@ def dtensor_step(optimizer: T) -> T:
     """Make ``optimizer.step()`` run over DTensors, as in torch's FSDP2.
 
     By default torch's own elementwise optimizers (Adam, AdamW, SGD and others) step on local shards
-    if all of their parameters are those of `fully_shard`. The results are the same, bit for bit.
-    This turns it off for one optimizer, for example to see DTensor's operators in a trace.
+    if all of their parameters were sharded by `fully_shard`. The results are bitwise the same. This
+    turns the default off for one optimizer, for example to see DTensor's operators in a trace.
 
     Args:
-        optimizer: changed in place: its class becomes a subclass of its class.
+        optimizer: changed in place: it becomes an instance of a subclass of its class.
 
     Returns:
         The same optimizer.
@@ -119,7 +119,7 @@ def step_with(
         prefix: of the name of the optimizer's class from now on.
         trials: passed now, and to be passed by ``runner`` again, as options may change.
         why_not_differentiable: the beginning of the message.
-        kept: what ``runner`` finds beside the trials under `KEPT`, also in copies.
+        kept: what ``runner`` finds next to the trials under `KEPT`, also in copies.
 
     Raises:
         TypeError, ValueError: as `local_step`.
@@ -380,4 +380,4 @@ class LocalView:
             state[key] = inner.pop(key)
 
     def _take_over(self, state: dict[Tensor, Any], who: str) -> None:
-        """Take over the state of what `_show_group` shows besides stand-ins."""
+        """Take over the state of what `_show_group` shows in addition to stand-ins."""

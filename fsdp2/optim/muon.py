@@ -20,7 +20,7 @@ class Muon(torch.optim.Muon):
 
     Momentum and weight decay are elementwise and stay sharded. The momentum matrix is assembled on
     one rank in bfloat16, the dtype Muon computes in, orthogonalized there, and the update is
-    scattered. The matrices are distributed over the ranks by cost. The result equals that of
+    scattered. The matrices are distributed over the ranks by cost. The result is the same as with
     `torch.optim.Muon` on one process. The state consists of DTensors like the parameters, under
     torch's names, so checkpoints of either can be loaded into the other.
 

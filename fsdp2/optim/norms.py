@@ -3,9 +3,9 @@
 Every rank sums over the elements it holds; then the sums are reduced over ranks. The placements say
 over which: a mesh dim that shards a tensor splits its elements into disjoint parts, a dim that
 replicates it does not, and plain tensors are whole on every rank. So tensors are grouped by (mesh,
-mesh dims that shard them), of which a model has only a handful, and each group's sum is reduced
-along its mesh dims one after the other. Sums over the same ranks share one all-reduce: FSDP alone
-needs one all-reduce, FSDP with tensor parallelism two.
+mesh dims that shard them); a model has only a handful of groups. Each group's sum is reduced along
+its mesh dims one after the other. Sums over the same ranks share one all-reduce: FSDP alone needs
+one all-reduce, FSDP with tensor parallelism two.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ def get_total_norm(
 ) -> Tensor:
     """Compute the norm of all tensors as if they were one vector; a collective.
 
-    The function of this name in `torch.nn.utils`, for any mix of plain tensors and DTensors: on
-    several meshes, sharded in any way (``_StridedShard`` included), replicated, or partial sums,
-    which are reduced first. Each element counts once; a plain tensor, or one replicated over a
-    mesh dim, counts as the same on all those ranks.
+    Like the function of this name in `torch.nn.utils`, for any mix of plain tensors and DTensors:
+    on several meshes, sharded in any way (``_StridedShard`` included), replicated, or partial sums,
+    which are reduced first. Each element counts once: a plain tensor is taken to be equal on all
+    ranks, and a replicated one on all ranks of the mesh dim.
 
     All ranks of a mesh must pass tensors of the same meshes in the same order.
 
     Args:
         tensors: of any shapes, floating or complex dtypes and devices; None is not allowed.
         norm_type: the order of the norm: a number, ``math.inf`` or ``"inf"``, ``-math.inf``. 0
-            gives the number of tensors with an element that is not 0, as in torch.
+            gives the number of tensors with a nonzero element, as in torch.
         error_if_nonfinite: raise if the norm is NaN or infinite (makes the host wait).
         foreach: True: multi-tensor kernels; False: one call per tensor; None: whichever is
             faster.
@@ -77,9 +77,9 @@ def get_total_norm(
         any tensor is of double precision, else float32. 0 without tensors.
 
     Raises:
-        RuntimeError: the norm is not finite and ``error_if_nonfinite``; or ``foreach=True`` on a
-            device that lacks it.
-        ValueError: ``pp_mesh`` has several dims.
+        RuntimeError: if the norm is not finite with ``error_if_nonfinite``, or if ``foreach=True``
+            is not supported on a device.
+        ValueError: if ``pp_mesh`` has several dims.
 
     Example:
         >>> gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -108,8 +108,8 @@ def clip_grad_norm_(
     describes which elements count, and the other arguments. Its time is linear in the number of
     parameters, including the first call.
 
-    All ranks of a mesh must pass its parameters in the same order; gradients may be missing on
-    some ranks, or all of them.
+    All ranks of a mesh must pass its parameters in the same order. Gradients may be missing on some
+    ranks or on all.
 
     Args:
         parameters: one or more parameters; the gradient of a parameter given twice counts once.
@@ -205,7 +205,7 @@ class Collection:
     """
 
     def __init__(self, tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> None:
-        """Sort ``tensors``; if one is missing, its ``like`` says how it would be sharded.
+        """Sort ``tensors``; if one is missing, its ``like`` shows how it would be sharded.
 
         So ranks without some gradients, or without any, still take part in the same reductions.
         """
@@ -376,7 +376,7 @@ def reduce_all(
     Args:
         values: 1-D; norms of this rank's parts (``order`` 0: numbers of elements that are not 0,
             for each tensor).
-        entry_of: for each of them, whose groups it is to be reduced over.
+        entry_of: for each of them, the entry whose groups to reduce it over.
         groups: of each entry.
         order: of the norm.
         pipeline: over which the total is reduced at last.
@@ -415,13 +415,13 @@ def runs(chosen: Sequence[bool]) -> list[slice]:
 
 
 def reductions(groups: Sequence[Groups]) -> list[tuple[dist.ProcessGroup, list[int]]]:
-    """Which all-reduces to make, in order: over which group, and of which entries.
+    """The all-reduces to make, in order: each with its group and the entries that it reduces.
 
     Ranks must agree on the order in which the dims of a mesh are reduced, and a group's ranks on
-    what they reduce, while each rank knows its own groups only. So an entry with several groups
-    keeps to their order in reductions of its own; one with a single group, for which there is
-    nothing to keep to, joins the first over the same ranks: all of these ranks do, since each has
-    this group for the same mesh dims.
+    what they reduce, while each rank sees only its groups. So an entry with several groups keeps
+    their order, in separate reductions. An entry with a single group has no order to keep: it joins
+    the first reduction over the same ranks. All of these ranks do so, since each has this group for
+    the same mesh dims.
     """
     steps: list[tuple[dist.ProcessGroup, list[int]]] = []
     by_ranks: dict[tuple[int, ...], list[int]] = {}
@@ -446,7 +446,7 @@ def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
 def to_terms(norms: Tensor, order: float) -> Tensor:
     """What can be reduced: powers to be added, or for infinite orders two rows, of maxima.
 
-    The second row says whether there was a NaN, which backends' maxima may lose.
+    The second row marks a NaN, which backends' maxima may lose.
     """
     if not math.isinf(order):
         return norms if order == 0 else norms.pow(order)

@@ -1,6 +1,6 @@
 """Finds out by experiment whether an optimizer treats elements or parameters independently.
 
-No attribute says whether an optimizer treats every element, or every parameter, independently, and
+No attribute shows whether an optimizer treats every element, or every parameter, independently, and
 it depends on the options. So the optimizer's own step runs on small parameters, with the groups'
 options and gradients of very different sizes, in two ways: as one process would, and in parts. If
 the results differ, the parts depend on each other. The optimizer itself is left unchanged.
@@ -148,7 +148,7 @@ def in_double(
 def _compare_shards(
     optimizer: Optimizer, raw: RawStep, probes: Sequence[Probe], closure: bool
 ) -> str | None:
-    """Compare whole probes with three ranks' parts, of which the last has no rows."""
+    """Compare whole probes with three ranks' parts; the last part has no rows."""
     wholes = [new_parameter(p.value()) for p in probes]
     pieces = [[new_parameter(t) for t in _parts(p.value())] for p in probes]
     ranks = list(zip(*pieces, strict=True))
@@ -216,7 +216,7 @@ def _compare_separate(
             single = Run([{**group, "params": [q]}], state, map_values(shared.attributes))
             step_once(optimizer, raw, single, closure)
             for key in [key for key in state if key is not q]:
-                del state[key]  # whole_step knows state of parameters only
+                del state[key]  # whole_step supports state of parameters only
             now = {k: v for k, v in single.groups[0].items() if k != "params"}
             for key, value in written.get(probe.group, now).items():
                 if not same(value, now.get(key)):
@@ -239,9 +239,9 @@ def _compare_separate(
 
 
 def num_steps(optimizer: Optimizer) -> int:
-    """Enough steps to see what happens after as many steps as an option says.
+    """Enough steps to see what happens after a number of steps that an option sets.
 
-    Queues fill up, preconditioners are computed, slow weights are updated: options say when.
+    Queues fill up, preconditioners are computed, slow weights are updated: options set when.
     """
     options = [
         *(v for group in optimizer.param_groups for v in group.values()),

@@ -51,7 +51,7 @@ def _compare_flat(
     together: dict[tuple[Any, ...], list[int]] = {}
     for i, probe in enumerate(probes):
         together.setdefault((probe.group, probe.dtype, probe.device), []).append(i)
-    # What there is of state may differ from parameter to parameter: all begin with that of one.
+    # State may differ from parameter to parameter: all begin with the state of one.
     alike = list(probes)
     for members in together.values():
         real = max((probes[i].real for i in members), key=lambda p: p.ndim)

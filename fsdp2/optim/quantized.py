@@ -1,12 +1,12 @@
-"""Optimizers that quantize their state, over DTensors: do shards get that of whole parameters?
+"""Optimizers that quantize their state, over DTensors: do shards get the whole parameters' state?
 
 Such an optimizer (torchao's) decides by the number of elements that it sees whether to quantize,
-and gives every block of them a scale. Over DTensors it sees shards. The state is that of one
+and gives every block of them a scale. Over DTensors it sees shards. The state is the same as on one
 process only if all shards are quantized when the parameter would be, and if they begin and end
 where blocks do.
 
 No list of names: the optimizer's own step runs on meta tensors of the shapes of the parameter and
-of all its shards, which every rank knows. So every rank finds the same without communication.
+of all its shards. Every rank has these shapes, so all find the same without communication.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ State = dict[Any, Quantized]  # what is quantized, by key
 
 
 def may_quantize(kind: type[Optimizer]) -> bool:
-    """Whether the module of the class, or of one of its bases, knows a tensor subclass."""
+    """Whether the module of the class, or of one of its bases, has a tensor subclass."""
     return any(
         _is_wrapper(value)
         for name in {base.__module__ for base in kind.__mro__ if issubclass(base, Optimizer)}
@@ -74,9 +74,9 @@ def _is_wrapper(value: Any) -> bool:
 def block_rows(block_numel: int, min_numel: int = 0) -> Callable[[nn.Parameter], int]:
     """A ``shard_granularity`` with which quantized state does not depend on the number of ranks.
 
-    For optimizers that quantize the state of a parameter in blocks of its elements if it has enough
-    of them and blocks divide it. Every shard is then quantized as the parameter would be on one
-    process, in the same blocks.
+    Use it for optimizers that quantize a parameter's state in blocks of elements, if the parameter
+    has enough elements and blocks divide it. Every shard is then quantized in the same blocks as
+    the parameter on one process.
 
     Args:
         block_numel: elements per block.
@@ -85,11 +85,11 @@ def block_rows(block_numel: int, min_numel: int = 0) -> Callable[[nn.Parameter],
     Returns:
         A function of a parameter, for `fully_shard` and `shard_model`. It finds the fewest rows
         with which shards on dim 0 consist of whole blocks and have at least ``min_numel`` elements.
-        A parameter that blocks do not divide is not quantized on one process: one rank gets all of
-        its rows. Of tensor-parallel parameters each part counts as a parameter.
+        A parameter that blocks do not divide is not quantized on one process, so one rank gets all
+        of its rows. Each part of a tensor-parallel parameter counts as a parameter.
 
     Raises:
-        ValueError: for numbers that make no sense.
+        ValueError: if ``block_numel`` is below 1 or ``min_numel`` is negative.
 
     Example:
         >>> # For torchao.optim.AdamW8bit with its default block_size:
@@ -143,7 +143,7 @@ def _fits(rows: int, size: int, row: int, block_numel: int, min_numel: int) -> b
 def warn_of_differences(
     known: Callable[[Tensor], Any], optimizer: Optimizer, *given: object
 ) -> None:
-    """Warn, once, of parameters whose state is not quantized as in one process.
+    """Warn, once, of parameters whose state is not quantized as on one process.
 
     Args:
         known: what is known of a sharded parameter, with its name as ``fqn``; None for others.
@@ -172,7 +172,7 @@ def _describe(optimizer: Optimizer, params: Iterable[tuple[str, Any]]) -> str | 
     others = f" (and {len(found) - 1} more parameters differ)" if len(found) > 1 else ""
     return (
         f"{original_name(optimizer)} over DTensors decides shard by shard how to quantize its "
-        f"state, so its steps are not those of one process: for '{name}' of shape "
+        f"state, so its steps are not the same as on one process: for '{name}' of shape "
         f"{tuple(param.shape)}, {why}{others}. fsdp2.optim.whole_step(optimizer) quantizes as one "
         "process does, and so do DTensors that are sharded with a shard_granularity: see "
         "block_rows in docs/optimizers.md"
@@ -190,7 +190,7 @@ class Trials:
         self._states: dict[tuple[int, Shape, torch.dtype], State | None] = {}
 
     def why_different(self, param: DTensor) -> str | None:
-        """Why the state of the shards is not that of the whole; None if it is."""
+        """Why the shards' state differs from the whole parameter's; None if it does not."""
         shape, mesh_shape = tuple(param.shape), tuple(param.device_mesh.shape)
         boxes = cut_of(shape, mesh_shape, tuple(param.placements)).boxes
         whole = self._state(param, shape)
@@ -216,7 +216,7 @@ class Trials:
         state: defaultdict[Any, Any] = defaultdict(dict)
         with isolated(self._optimizer, [{**options, "params": [plain]}], state), quietly():
             try:
-                # Numbers that a step makes: those of a GPU do not mix with meta tensors.
+                # For numbers that a step makes: a GPU's do not mix with meta tensors.
                 with torch.device("cpu"):
                     raw_step(type(self._optimizer))(self._optimizer)
             except Exception:

@@ -34,7 +34,7 @@ def check_optimizer(optimizer: Any, caller: str) -> None:
     """Refuse objects that wrap an optimizer, and optimizers that require a closure.
 
     Raises:
-        TypeError: says what to do instead.
+        TypeError: with advice on what to do instead.
     """
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
@@ -71,7 +71,7 @@ _ADVICE = {
     "in one call, with fused=True or foreach=True: leave out flat_step",
     frozenset({"step_in_backward", "offload_optimizer"}): "the state of parameters in host memory "
     "is there anyway, so leave out offload_optimizer; for state in files leave out "
-    "step_in_backward, and give parameters on a device to an optimizer of their own",
+    "step_in_backward, and give parameters on a device to a separate optimizer",
     frozenset(
         {"offload_optimizer", "flat_step"}
     ): "offload_optimizer steps its parts with one call each: leave out flat_step",
@@ -127,8 +127,8 @@ def _subclass(optimizer: Optimizer, prefix: str, runner: Runner) -> type:
     @functools.wraps(raw)
     def step(self: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            # The tensors that it would trace are made in the step. The graph breaks here, and what
-            # the optimizer compiles by itself still is.
+            # The tensors that it would trace are made in the step. The graph breaks here; functions
+            # that the optimizer compiles stay compiled.
             return torch.compiler.disable(runner)(self, raw, closure, *args, **kwargs)
         return runner(self, raw, closure, *args, **kwargs)
 
@@ -153,13 +153,13 @@ def _remake(kind: type[Optimizer], prefix: str, runner: Runner) -> Optimizer:
 
 
 def original_name(optimizer: Optimizer) -> str:
-    """The name of the optimizer's class, as the user knows it."""
+    """The name of the optimizer's class before its step was replaced."""
     kind = type(optimizer)
     return (original_class(kind) if hasattr(kind, "_runner") else kind).__name__
 
 
 def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """What an optimizer keeps in attributes of its own, besides groups and state."""
+    """An optimizer's own attributes, except groups and state."""
     return {
         name: value
         for name, value in vars(optimizer).items()

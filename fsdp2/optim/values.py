@@ -5,9 +5,9 @@ A state is a tree of dicts, lists, tuples and deques. Its leaves are tensors, nu
 comparable and picklable, and its tensors and numbers, which change in every step. `put_together`
 is the reverse.
 
-A tensor that consists of others (quantized state) cannot be cut into shards: only its class knows
-how, and it refuses most cuts. Between steps a dict of its inner tensors stands for it, each of them
-a tensor like any other; `as_subclasses` makes it anew.
+A tensor that consists of others (quantized state) cannot be cut into shards: only its class can cut
+it, and refuses most cuts. Between steps a dict of its inner tensors stands for it, each of them a
+tensor like any other; `as_subclasses` makes it anew.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def is_container(value: Any) -> bool:
 def copied(value: Any) -> Any:
     """A copy that may be changed without changing the original; parameters and objects are shared.
 
-    For what an optimizer keeps besides its state: options, counters, small tensors, generators.
+    For what an optimizer keeps next to its state: options, counters, small tensors, generators.
     """
     if isinstance(value, torch.Generator):
         return value.clone_state()

@@ -46,17 +46,17 @@ class WholeTask:
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """The mesh of its inputs and outputs, None where every rank has them whole."""
+        """The mesh of its inputs and outputs; None if every rank holds them whole."""
         return self.inputs[0].mesh
 
     @property
     def work(self) -> float:
-        """Its ``cost``, by which ranks share the tasks."""
+        """The cost of ``compute``, by which tasks are spread over ranks."""
         return matrix_cost(self.inputs[0].shape) if self.cost is None else self.cost
 
     @property
     def nbytes(self) -> int:
-        """Of its whole inputs and outputs."""
+        """The bytes of its whole inputs and outputs."""
         return sum(prod(t.shape) * t.dtype.itemsize for t in (*self.inputs, *self.outputs))
 
 
@@ -103,16 +103,16 @@ def matrix_cost(shape: Sequence[int]) -> float:
 def run_whole(tasks: Iterable[WholeTask], *, batch_bytes: int = BATCH_BYTES) -> None:
     """Run tasks on whole tensors, each on one of the ranks that share its tensors; a collective.
 
-    The work is spread by cost, the longest tasks first, over all ranks of a mesh, replicas and
-    tensor-parallel ranks too. Tasks run in batches: per batch one all-to-all each way per mesh
-    dim that shards something, and dtype.
+    Tasks are spread by cost, the longest first, over all ranks of a mesh, including replicas and
+    tensor-parallel ranks. They run in batches. A batch needs one all-to-all each way for each dtype
+    and mesh dim that shards a tensor.
 
     All ranks of a mesh must pass the same tasks in the same order.
 
     Args:
         tasks: what to compute.
-        batch_bytes: bytes of whole inputs and outputs that a rank handles at a time; a task that
-            has more runs alone. About three times as much memory is used.
+        batch_bytes: bytes of whole inputs and outputs that a rank handles at a time; a larger task
+            runs alone. About three times as much memory is used.
 
     Example:
         >>> layout = Layout.of(weight)
@@ -195,7 +195,7 @@ def batches(
 ) -> Iterator[list[int]]:
     """Indices of tasks that run together: at most ``batch_bytes`` of each owner, but one at least.
 
-    Each rank's longest tasks come first, so that those of a batch take about as long.
+    Each rank's longest tasks come first, so that the tasks of a batch take about equally long.
     """
     queues: dict[int, list[int]] = {}
     for i in sorted(range(len(tasks)), key=lambda i: (tasks[i].work, -i)):

@@ -1,10 +1,10 @@
 """Steps any optimizer on whole parameters.
 
-The optimizer's own step runs on each parameter alone, on one rank. What it writes into the
-parameter's group and into the optimizer itself, such as a counter, is undone before the next
-parameter's step, so that each parameter sees what it would see if all were stepped at once. At the
-end it is carried over to all ranks. `probe` tests on small parameters that the result is that of
-stepping all at once.
+The optimizer's own step runs on each parameter alone, on one rank. It may write into the
+parameter's group and into the optimizer itself, for example a counter. These writes are undone
+before the next parameter's step, so that each parameter sees what it would see if all were stepped
+at once. At the end they are carried over to all ranks. `probe` tests on small parameters that the
+result is the same as if all were stepped at once.
 """
 
 from __future__ import annotations
@@ -60,27 +60,27 @@ T = TypeVar("T", bound=Optimizer)
 def whole_step(optimizer: T, *, batch_bytes: int = BATCH_BYTES, separable: bool = False) -> T:
     """Make ``optimizer.step()`` see whole parameters, gradients and state.
 
-    For unmodified optimizers that are not elementwise (Adafactor, Muon, Shampoo, LAMB, ...). Each
-    parameter is assembled on one rank with its gradient and state, the optimizer steps there, and
-    everything is scattered again. Parameters are distributed over ranks by cost. The result is
-    that of one process, including the groups, where optimizers keep counters. Outside the step
+    Use it for unmodified optimizers that are not elementwise (Adafactor, Muon, Shampoo, LAMB, ...).
+    Each parameter is assembled on one rank with its gradient and state, the optimizer steps there,
+    and everything is scattered again. Parameters are distributed over ranks by cost. The result is
+    the same as on one process, including values in the groups, such as counters. Outside the step
     everything remains DTensors; state whose shape differs from the parameter's is sharded on its
     first dim.
 
-    It moves the state both ways in each step; an optimizer that is written with `run_whole`, like
-    `fsdp2.optim.Muon`, moves only what it needs whole.
+    Each step moves the state both ways. An optimizer that is written with `run_whole`, like
+    `fsdp2.optim.Muon`, moves only the tensors that it needs whole.
 
-    Parameters are stepped one by one, so an optimizer whose step of one parameter depends on
-    others is rejected (a norm over all gradients as in timm's Lamb by default, a learning rate
-    estimated from all parameters as in Prodigy). This is tested on small parameters before
-    anything is changed, and again when the options change; docs/optimizers.md lists the optimizers
-    of several libraries.
+    Parameters are stepped one by one. So an optimizer is rejected if its step of one parameter
+    depends on others: by a norm over all gradients (timm's Lamb by default), or a learning rate
+    estimated from all parameters (Prodigy). This is tested on small parameters before anything is
+    changed, and again when the options change. docs/optimizers.md lists the optimizers of several
+    libraries.
 
     Args:
-        optimizer: over DTensors, plain parameters, or both. Changed in place: its class becomes a
-            subclass of its class. It must keep everything it remembers in the parameters' state
-            and in its groups: tensors, numbers, strings, and containers of these. State that is
-            a tensor subclass (quantized) is a dict of its inner tensors between steps.
+        optimizer: over DTensors, plain parameters, or both. Changed in place: it becomes an
+            instance of a subclass of its class. It must keep all of its state in the parameters'
+            state and in its groups, as tensors, numbers, strings, and containers of these. Between
+            steps, a tensor subclass in the state (quantized) is a dict of its inner tensors.
         batch_bytes: bytes of whole tensors that a rank handles at a time; see `run_whole`.
         separable: True asserts that it steps each parameter independently and skips the test;
             random numbers are then drawn on the rank that steps the parameter.
@@ -91,8 +91,8 @@ def whole_step(optimizer: T, *, batch_bytes: int = BATCH_BYTES, separable: bool 
     Raises:
         ValueError: if its ``step`` has already been replaced.
         TypeError: if it wraps another optimizer, requires a closure, or does not step each
-            parameter independently (raised in a step if it only shows there); in a step, for state
-            that cannot be moved, or parameters of a class that cannot be (torchao's int8 weights).
+            parameter independently (raised in a step if it only shows there). In a step, also if
+            the state or a class of parameters (torchao's int8 weights) cannot be moved.
         RuntimeError: in a step, on all ranks, if the step of a parameter failed on its rank or
             called the closure more than once.
 
@@ -111,10 +111,10 @@ def whole_step(optimizer: T, *, batch_bytes: int = BATCH_BYTES, separable: bool 
 
 _AGREEING = "agreeing on the results of an optimizer (whole_step)"
 _ADVICE = (
-    "whole_step steps parameters one by one, so the result would not be that of one process. If an "
-    "option makes it so (a norm over all gradients: max_grad_norm, grad_norm), leave that out and "
-    "clip with fsdp2.clip_grad_norm_; docs/optimizers.md names others. If it does step each "
-    "parameter on its own, pass separable=True"
+    "whole_step steps parameters one by one, so the result would not be the same as on one "
+    "process. If an option is the cause (a norm over all gradients: max_grad_norm, grad_norm), "
+    "leave it out and clip with fsdp2.clip_grad_norm_; docs/optimizers.md names others. If it does "
+    "step each parameter on its own, pass separable=True"
 )
 
 
@@ -216,8 +216,8 @@ class Job:
         group: the index of its group.
         state: what the optimizer remembers of it; empty before the first step.
         layout: layout of the parameter.
-        structure: structure of state, of what is written into the group, and of attributes, as all
-            ranks know it.
+        structure: structure of state, of what is written into the group, and of attributes, which
+            all ranks have.
         kept: the tensors and numbers of the state on this rank.
         found: on the owner, the resulting structure, or the error.
         result: the result of the step, on all ranks.
@@ -412,7 +412,7 @@ class WholeStep:
             self._step()
             if generators is not None and random_state(whole.device) != generators:
                 raise RuntimeError(
-                    f"{self.who} drew random numbers, of which one process would draw others. "
+                    f"{self.who} drew random numbers, and one process would draw different ones. "
                     "If that is all right, pass separable=True to whole_step"
                 )
             written = _changes(optimizer.param_groups[0], options, self.who)

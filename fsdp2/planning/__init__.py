@@ -1,7 +1,7 @@
-"""Predicts sharded training, and chooses how to shard, without running it.
+"""Predicts the cost of sharded training without running it, and chooses how to shard.
 
-`estimate` says how much memory and traffic a step takes, `predict` how long it takes as well,
-`sweep` compares many configurations, and `plan` searches for the best one.
+`estimate` computes the memory and traffic of a step, and `predict` also its time. `sweep` compares
+many configurations, and `plan` searches for the best one.
 """
 
 from ..api.shard_model import Sharding

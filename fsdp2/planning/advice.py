@@ -1,4 +1,4 @@
-"""Why a configuration does not fit, and what helps: the cause is named before the cure."""
+"""Explains why a configuration does not fit, and what helps."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .replay.pipeline import RankStage
 from .replay.setups import Setup, rows_of, shard_of
 from .simulation.simulate import SimulatedStep
 
-# The least part of what a rank needs that counts as a cause.
+# The smallest fraction of the needed memory that counts as a cause.
 MATTERS = 0.15
-# The least factor of padding that is worth a line.
+# The smallest factor of padding that is reported.
 SHOWN_PADDING = 1.05
 _GATHERED = ("gathered parameters", "secondary shards", "communication buffers")
 _STATES = ("parameters", "gradients", "optimizer state", "optimizer scratch")
@@ -24,17 +24,17 @@ _PADDED = (*_STATES, *_GATHERED)
 
 @dataclass(frozen=True)
 class Padding:
-    """What uneven dims cost the fullest rank.
+    """The cost of uneven dims on the fullest rank.
 
-    A dim of 256 over 2,048 ranks gives 256 of them a row and the others none: the fullest rank
-    holds eight times its share, and gathers move eight times the bytes.
+    For example, a dim of 256 over 2,048 ranks gives 256 of them a row and the others none. The
+    fullest rank holds eight times an even share, and gathers send eight times the bytes.
 
     Attributes:
-        factor: elements of the fullest rank's shards over an even share.
-        nbytes: what it holds more than that, about: of parameters, gradients, optimizer state,
-            gathered parameters (which are as many whole shards as there are ranks) and buffers of
-            reductions, by the same factor.
-        worst: the name of the parameter with the most of it, its size along the sharded dim, and
+        factor: elements of the fullest rank's shards, divided by an even share.
+        nbytes: approximate bytes that the fullest rank holds in addition to an even share. They
+            include parameters, gradients, optimizer state, gathered parameters (one padded shard
+            per rank) and buffers of reductions.
+        worst: the parameter with the most padding: its name, its size along the sharded dim, and
             the number of ranks that share it.
     """
 
@@ -56,7 +56,7 @@ def padding_of(stages: Sequence[RankStage], step: SimulatedStep) -> Padding | No
     """Padding of the shards of the fullest rank; None if there is none.
 
     Args:
-        stages: of this rank: all of the model, without a pipeline.
+        stages: the stages of this rank; the whole model, without a pipeline.
     """
     held = even = 0.0
     worst = (0.0, ("", 0, 0))
@@ -81,12 +81,12 @@ def padding_of(stages: Sequence[RankStage], step: SimulatedStep) -> Padding | No
 
 
 def advice(stages: Sequence[RankStage], step: SimulatedStep, mode: str) -> str:
-    """What takes the memory of a rank that has too little, and what to do about it.
+    """The causes of a rank's lack of memory and their remedies, the largest first.
 
-    The causes are those that take at least `MATTERS` of what is needed, the largest first.
+    A cause takes at least `MATTERS` of the needed memory.
 
     Args:
-        stages: as of `padding_of`.
+        stages: as in `padding_of`.
     """
     parts, needed = step.peak.parts, step.needed_bytes
     setups = [stage.setup for stage in stages]
@@ -123,7 +123,7 @@ def _for_states(setup: Setup) -> str:
 
 def _for_gathered(setups: Sequence[Setup]) -> str:
     smaller = "make smaller units (wrap=)"
-    # The argument has no effect on the root, and None is what it asks for.
+    # The argument has no effect on the root, and None frees all other units after forward.
     chosen = [
         setup.reshard_after_forward(unit)
         for setup in setups
@@ -147,6 +147,6 @@ def _for_padding(padding: Padding) -> str:
     if ranks <= size:
         return "More ranks make it more: choose a number that divides the rows"
     return (
-        "More ranks do not help: put experts on a mesh of their own (fsdp2.experts.shard_experts; "
+        "More ranks do not help: put experts on a separate mesh (fsdp2.experts.shard_experts; "
         f"experts= here), or shard over at most {size} ranks (strategy='hybrid')"
     )

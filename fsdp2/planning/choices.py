@@ -1,4 +1,4 @@
-"""What `plan` chooses from: what it is given, and what it knows."""
+"""The configurations that `plan` chooses from: given values, and built-in ones."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _SEARCHED = (*OF_SHARDING, "mesh", *OF_WORKLOAD)
 def given_of(
     workload: Workload, sharding: Sharding, over: Mapping[str, Sequence[Any]]
 ) -> dict[str, list[Any]]:
-    """What is given to choose from, by field: ``over``, and values that are not the default.
+    """The given choices by field: ``over``, and values that are not the default.
 
     Raises:
-        ValueError: for no values, and unknown ones.
-        TypeError: for a field that is not searched, and values of a wrong type.
+        ValueError: for empty lists, and for unknown values.
+        TypeError: for a field that is not searched, and for values of a wrong type.
     """
     found: dict[str, list[Any]] = {}
     for owner, names in ((sharding, OF_SHARDING), (workload, OF_WORKLOAD)):
@@ -64,8 +64,8 @@ def values_of(name: str, values: Any, known: Sequence[str], who: str) -> list[An
     """The values of a field in ``over``.
 
     Raises:
-        ValueError: for none.
-        TypeError: for a field that is not ``known``, or values that are no list or tuple.
+        ValueError: if there are none.
+        TypeError: for a field that is not ``known``, or values that are not a list or tuple.
     """
     if name not in known:
         raise TypeError(f"{who} has no '{name}' to choose in over{did_you_mean(name, known)}")
@@ -76,28 +76,28 @@ def values_of(name: str, values: Any, known: Sequence[str], who: str) -> list[An
     return list(values)
 
 
-# Tensor, context and pipeline ranks; None: nobody asks for them.
+# Tensor, context and pipeline ranks; None: not used.
 Degree = tuple[int | None, int | None, int | None]
 
 
 class Choices:
-    """What a search chooses from.
+    """The choices of a search.
 
     Args:
         given: from `given_of`.
-        samples: of a step at most, in batches that each rank has for itself; None: no limit.
+        samples: limit on the samples of a step, in units of one rank's batch; None: no limit.
 
     Attributes:
-        num_ranks: all of them.
+        num_ranks: number of all ranks.
         modes: kinds of activation checkpointing.
         accumulations: ways to sum gradients; None: there is one micro-batch.
-        degrees: that fit, each with some mesh.
-        expert_ranks: beside a pipeline over each number of ranks; None: experts have no mesh of
-            their own.
-        pipelines: schedules, with stages on a rank.
+        degrees: combinations of tensor, context and pipeline ranks for which there is a mesh.
+        expert_ranks: the choices of expert ranks by number of pipeline ranks; None: experts have
+            no separate mesh.
+        pipelines: schedules, each with the number of stages per rank.
 
     Raises:
-        ValueError: for choices that do not go together, or with the number of ranks.
+        ValueError: for choices that contradict each other or the number of ranks.
     """
 
     def __init__(
@@ -134,13 +134,13 @@ class Choices:
 
     @property
     def pipeline_ranks(self) -> list[int]:
-        """All numbers of them, the smallest first."""
+        """All numbers of pipeline ranks, the smallest first."""
         return sorted({pipeline or 1 for _, _, pipeline in self.degrees})
 
     def first_round(
         self, modes: Sequence[str], wrap: str, degree: Degree, expert_ranks: Sequence[int | None]
     ) -> list[Candidate]:
-        """All meshes with these checkpointing modes and ranks of experts, and all ways to sum
+        """All meshes with these checkpointing modes and expert ranks, and all ways to sum
         gradients."""
         tensor, context, pipeline = degree
         num_ranks = self.num_ranks // (pipeline or 1)
@@ -181,7 +181,7 @@ class Choices:
         return reshards
 
     def _reshards(self, strategy: str, mesh: tuple[int, ...]) -> list[bool | int | None]:
-        """Those that are given, as far as they go with this mesh; the default."""
+        """The given values that are possible with this mesh; otherwise the default."""
         return [
             each
             for each in self.given.get("reshard_after_forward", [None])
@@ -189,7 +189,7 @@ class Choices:
         ]
 
     def _meshes(self, num_ranks: int, node: int) -> list[tuple[str, tuple[int, ...]]]:
-        """Strategies with their meshes, as far as they are not given."""
+        """Strategies with their meshes, unless these are given."""
         usual, names = list(meshes_of(num_ranks, node)), self.given.get("strategy")
         found: list[tuple[str, tuple[int, ...]]] = []
         if "mesh" in self.given:
@@ -208,7 +208,7 @@ class Choices:
         return found if names else usual
 
     def no_mesh(self) -> str:
-        """Why there is no candidate."""
+        """The reason that there is no candidate."""
         told = f"No mesh of {self.num_ranks} ranks goes with"
         if reshards := self.given.get("reshard_after_forward"):
             named = reshards[0] if len(reshards) == 1 else reshards
@@ -240,7 +240,7 @@ class Choices:
         return found
 
     def _usual_pipeline_ranks(self) -> list[int]:
-        """1, 2, 4, ..., as far as each rank has a block and a micro-batch of its own."""
+        """1, 2, 4, ..., as long as each rank has a block and a micro-batch."""
         most = min(len(self._traces.blocks), self._predictor.workload.micro_batches)
         found = [1]
         while 2 * found[-1] <= most and self.num_ranks % (2 * found[-1]) == 0:
@@ -254,7 +254,7 @@ class Choices:
             if all(prod(mesh) * t * p != self.num_ranks for t, _, p in degrees):
                 found = {"tensor": tensor, "pipeline": pipeline}
                 told = " and ".join(f"{n}_ranks={v}" for n, v in found.items() if v != [1])
-                beside = f" beside {told}" if told else ""
+                beside = f" with {told}" if told else ""
                 raise ValueError(
                     f"mesh {shape} is not a mesh of num_ranks={self.num_ranks} ranks{beside}"
                 )
@@ -267,7 +267,7 @@ class Choices:
     def _within(
         self, degrees: Sequence[tuple[int, int, int]], most: int
     ) -> list[tuple[int, int, int]]:
-        """Those with which a step has at most ``most`` samples."""
+        """The degrees with which a step has at most ``most`` samples."""
         micro_batches = self._predictor.workload.micro_batches
         samples = self._predictor.batch_size * micro_batches * self.num_ranks
         found = [each for each in degrees if samples // prod(each) <= most]
@@ -281,13 +281,12 @@ class Choices:
         return found
 
     def _all_expert_ranks(self) -> dict[int, list[int | None]]:
-        """The numbers of ranks over which experts may be distributed, by number of ranks of the
-        pipeline, each of whose stages has a mesh of experts; none of them may go with some of
-        these.
+        """The possible numbers of expert ranks, by number of pipeline ranks, since each stage has
+        its own mesh of experts; the list may be empty.
 
         Raises:
-            ValueError: for more than there are experts, and for a number that divides the ranks of
-                no stage.
+            ValueError: for more ranks than experts, and for a number that divides the ranks of no
+                stage.
         """
         given, traces = self.given.get("expert_ranks"), self._traces
         of_stage = {number: self.num_ranks // number for number in self.pipeline_ranks}
@@ -306,8 +305,8 @@ class Choices:
         return {n: [e for e in given if ranks % e == 0] for n, ranks in of_stage.items()}
 
     def _usual_expert_ranks(self, num_ranks: int) -> list[int]:
-        """Numbers of ranks over which experts may be distributed, each with as many experts: within
-        a node, as many as there can be, and one in between."""
+        """The default numbers of expert ranks, which divide the experts evenly: within a node, the
+        largest possible number, and one in between."""
         ranks, found, num_experts = min(self._node, num_ranks), [], self._traces.num_experts
         while ranks <= min(num_ranks, num_experts):
             if num_ranks % ranks == 0 and num_experts % ranks == 0:
@@ -331,7 +330,7 @@ def _num_ranks(cluster: Cluster, given: Mapping[str, list[Any]]) -> int:
 
 
 def _pipelines_of(given: Mapping[str, list[Any]]) -> list[tuple[str, int]]:
-    """How pipelines may run: schedules with as many stages on a rank as they have."""
+    """The possible pipelines: schedules, each with the number of stages per rank."""
     names, numbers = given.get("schedule", SCHEDULES), given.get("stages_per_rank")
     made = []
     for name in names:
@@ -357,7 +356,7 @@ def meshes_of(num_ranks: int, ranks_per_node: int) -> Iterator[tuple[str, tuple[
 
 
 def _useful(accumulations: Sequence[str | None], strategy: str) -> Sequence[str | None]:
-    """Without shards, sums are whole in any case: to reduce more than once saves nothing."""
+    """Leave out useless ways: without shards, reducing more than once saves no memory."""
     if strategy == "none" and "unsharded" in accumulations:
         return ("unsharded",)
     return accumulations

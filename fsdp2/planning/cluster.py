@@ -1,4 +1,4 @@
-"""What a model is trained on: hardware, how many ranks of it, and the memory that each may use."""
+"""The cluster: its hardware, the number of ranks, and the memory that each rank may use."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from .workload import Workload
 
 @dataclass(frozen=True)
 class Cluster:
-    """GPUs, and how many of them train.
+    """The GPUs that train: their type and number, or their mesh.
 
     Attributes:
-        hardware: the name of a preset ("h100", "h200", "a100-80", "a100-40"), a file that ends in
-            ``.json`` (see ``fsdp2.planning.find_hardware``) or a `Hardware`, which it then is.
-            Where `Hardware.speeds` differ, all wait for the slowest rank.
-        num_ranks: number of GPUs; of several nodes, a multiple of the GPUs in a node. None: those
-            of ``mesh``. For the strategy ``"hybrid"``, nodes are replicas, as in `shard_model`.
-        mesh: of one pair of tensor and pipeline ranks, the mesh that shards: (ranks,) or
-            (replicas, shards); in place of ``num_ranks``. None: all other ranks.
-        memory_budget: bytes of a GPU that a rank may use: what the allocator reserves, which is
-            more than live tensors, and what CUDA, cuBLAS and NCCL hold. None: all of them.
+        hardware: the name of a preset ("h100", "h200", "a100-80", "a100-40"), a ``.json`` file (see
+            ``fsdp2.planning.find_hardware``) or a `Hardware`; converted to a `Hardware`. If
+            `Hardware.speeds` differ, all ranks wait for the slowest one.
+        num_ranks: number of GPUs; on several nodes, a multiple of the GPUs in a node. None: the
+            GPUs of ``mesh``. For the strategy ``"hybrid"``, nodes are replicas, as in
+            `shard_model`.
+        mesh: the mesh that shards parameters, (ranks,) or (replicas, shards), without tensor and
+            pipeline ranks; instead of ``num_ranks``. None: all ranks that ``num_ranks`` leaves.
+        memory_budget: bytes of a GPU that a rank may use. They include the memory that the
+            allocator reserves (more than live tensors), and memory of CUDA, cuBLAS and NCCL. None:
+            the whole memory.
 
     Raises:
         ValueError: for unknown hardware, numbers that are not positive, ranks that do not fill
-            their nodes, and for ``num_ranks`` beside ``mesh``, or neither.
+            their nodes, and if both or neither of ``num_ranks`` and ``mesh`` are given.
         TypeError: for values of other types.
 
     Example:
@@ -68,7 +70,7 @@ class Cluster:
 
     @property
     def gpu(self) -> Hardware:
-        """``hardware``, which is no name any more."""
+        """``hardware``, typed as a `Hardware`."""
         assert isinstance(self.hardware, Hardware)
         return self.hardware
 
@@ -78,10 +80,10 @@ class Cluster:
         return int(self.gpu.memory_bytes if self.memory_budget is None else self.memory_budget)
 
     def mesh_for(self, workload: Workload, strategy: str) -> tuple[int, ...]:
-        """The mesh that shards parameters; of a pipeline, that of a stage.
+        """The mesh that shards parameters; in a pipeline, the mesh of each stage.
 
         Raises:
-            ValueError: for ranks that do not divide, or do not fill their nodes.
+            ValueError: for numbers of ranks that are not divisible, or do not fill their nodes.
         """
         of_tensor, of_pipeline = workload.tensor_ranks, workload.pipeline_ranks
         if self.mesh is not None:
@@ -109,7 +111,7 @@ class Cluster:
 
 
 def check_arguments(workload: object, sharding: object, *cluster: object) -> None:
-    """Raise a TypeError for what is not of these classes."""
+    """Raise a TypeError for arguments of other classes."""
     check_kind("workload", workload, Workload, "Workload(model, batch)")
     check_kind("sharding", sharding, Sharding, 'Sharding("full")')
     for each in cluster:

@@ -1,6 +1,6 @@
-"""A prediction beside what a profile measured: step, compute, waits, memory, each with its error.
+"""Compares a prediction with a profile: step, compute, waits and memory, each with its error.
 
-Both come as JSON, so that they can be made on different machines; nothing here runs a model.
+Both are JSON, so they may come from different machines; nothing here runs a model.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Compared:
     """One figure.
 
     Attributes:
-        unit: of the model; empty for the whole step.
-        what: its name.
+        unit: name of the model's unit; empty for the whole step.
+        what: name of the figure.
         kind: "seconds", "bytes" or "count".
-        predicted, measured: per step.
+        predicted, measured: the values per step.
     """
 
     unit: str
@@ -47,8 +47,8 @@ class Compared:
 
     @property
     def error(self) -> float | None:
-        """How far the prediction is above (or, if negative, below) the measurement, as a part of
-        it; None where nothing was measured but something was predicted."""
+        """The relative error, positive if the prediction is too high; None if the measurement is
+        zero and the prediction is not."""
         if self.measured:
             return self.predicted / self.measured - 1
         return None if self.predicted else 0.0
@@ -56,12 +56,12 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` returns; ``print`` shows it.
+    """The result of `compare`; ``print`` shows it.
 
     Attributes:
         step: figures of the whole step.
-        units: figures of the units that both know.
-        warnings: what the two do not have in common, as sentences.
+        units: figures of the units that are in both.
+        warnings: differences that limit the comparison, as sentences.
     """
 
     step: list[Compared]
@@ -77,7 +77,7 @@ class Comparison:
         return {"step": rows(self.step), "units": rows(self.units), "warnings": self.warnings}
 
     def picture(self, path: str | Path) -> None:
-        """Write predicted beside measured times and bytes as a picture: step and units.
+        """Draw predicted and measured times and bytes of the step and its units to a file.
 
         Args:
             path: a file; its suffix selects the format (``.png``, ``.svg``).
@@ -103,23 +103,24 @@ class Comparison:
 
 
 def compare(predicted: Prediction | Mapping[str, Any], measured: Mapping[str, Any]) -> Comparison:
-    """Put a prediction beside a profile of the same step.
+    """Compare a prediction with a profile of the same step.
 
-    Times are means over the profiled steps of its rank; predicted is the fullest, slowest rank.
-    Memory of units is that of gathered parameters and, on GPUs, the most that the allocator had
-    handed out when compute entered or left the unit. A profile on the CPU sees the memory of the
-    whole process, which no prediction has: it is left out, and said so. "Outside units" is the loss
-    where it is predicted, and all else that goes on in a step where it is measured. What a unit
-    gathers is predicted with the padding of uneven dims, which the profile does not count.
+    Measured times are means over the profiled steps of one rank; predicted times belong to the
+    fullest, slowest rank. The memory of a unit is its gathered parameters and, on GPUs, the
+    allocator's peak when compute enters or leaves the unit. A profile on the CPU measures the
+    memory of the whole process, which is not predicted, so it is left out with a warning. The row
+    "outside units" predicts only the loss, but measures everything outside units. Predicted bytes
+    of gathers include the padding of uneven dims; measured bytes do not.
 
     Args:
-        predicted: what `plan` or `predict` returned, or its ``to_dict()``.
-        measured: ``as_dict()`` of a profile (`fsdp2.profile`), or what its ``save_json()`` wrote.
+        predicted: the result of `plan` or `predict`, or its ``to_dict()``.
+        measured: ``as_dict()`` of a profile (`fsdp2.profile`), or the contents of its
+            ``save_json()`` file.
 
     Raises:
-        ValueError: if either is something else, was made by an fsdp2 that left out what is needed,
-            or has no step; if the two are of different numbers of ranks, of other stages of a
-            pipeline, or have no unit in common.
+        ValueError: if either is something else, lacks data because an older fsdp2 made it, or has
+            no step; if they differ in the number of ranks or the stages of a pipeline, or have no
+            unit in common.
 
     Example:
         >>> with torch.device("meta"):
@@ -168,7 +169,7 @@ def _compare(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> Compa
 
 
 def read_json(path: str | Path) -> Any:
-    """What a JSON file holds.
+    """The contents of a JSON file.
 
     Raises:
         ValueError: if it is not JSON.
@@ -181,7 +182,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def _check(data: object, key: str | None, name: str, source: str) -> None:
-    """``data`` is a prediction (marked by ``key``) or a profile."""
+    """Check that ``data`` is a prediction (marked by ``key``) or a profile."""
     needed = ("steps", "units", "total", "host_timed") if key is None else ("units", "num_ranks")
     if not isinstance(data, Mapping):
         raise ValueError(f"The {name} is a {type(data).__name__}, not an object as {source}")
@@ -206,13 +207,13 @@ def _check(data: object, key: str | None, name: str, source: str) -> None:
 
 
 def _check_stage(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> None:
-    """In a pipeline, predicted units are those of the stages of its first rank."""
+    """Check the rank of the profile: a pipeline's prediction has its first rank's units."""
     first = predicted["num_ranks"] // predicted.get("pipeline_ranks", 1)
     rank = measured.get("rank", 0)
     if rank >= first:
         raise ValueError(
-            f"The profile is of rank {rank}, which has other stages than the prediction: compare "
-            f"that of a rank below {first}, the ranks of the first stage"
+            f"The profile is of rank {rank}, which has other stages than the prediction: use the "
+            f"profile of a rank below {first}, that is of a rank of the first stage"
         )
 
 
@@ -232,8 +233,8 @@ def _step(
         return sum(unit[kind][name] for unit in theirs), sum(each[name] for each in mine)
 
     backward_s = total["backward_s"] + total["recompute_s"]
-    # On the host, compute launches: that is in the profile's forward and backward, and it is
-    # communication for which nothing else can go on.
+    # On the host, compute launches communication. The profile counts this in forward and backward,
+    # but it is exposed communication: nothing else can run in this time.
     kinds = ("gather", "reduce_scatter", "all_reduce")
     launch_s = 0.0 if on_device else sum(total[kind]["launch_s"] for kind in kinds)
     compute_s = total["forward_s"] + backward_s - launch_s
@@ -302,7 +303,7 @@ def _warnings(
     theirs: Mapping[str, Any],
     ours: Mapping[str, Any],
 ) -> list[str]:
-    """What differs between the two that the figures alone do not show."""
+    """Differences between the two that the figures alone do not show."""
     told = []
     for mine, others, who in ((theirs, ours, "prediction"), (ours, theirs, "profile")):
         alone = [name for name in mine if name not in others]
@@ -324,7 +325,7 @@ def _warnings(
         told.append(
             "The profile was timed on the host: times of gathers and reductions are upper bounds, "
             "their launches are in forward and backward of units (of the step, in exposed "
-            "communication), and memory is that of the process, which is not compared."
+            "communication), and memory includes the whole process, so it is not compared."
         )
     if all(not step["optimizer_s"] for step in measured["steps"]) and predicted["optimizer_s"]:
         told.append("No optimizer stepped during the profile.")
@@ -343,7 +344,7 @@ def _row(what: str, each: Compared) -> tuple[str, ...]:
 
 
 _PALE, _STRONG = "#a9c6e2", "#6d9bc8"  # colors of predictions, of measurements
-_MOST_UNITS = 40  # of which the names can be read
+_MOST_UNITS = 40  # whose names are still readable
 
 
 def _draw(step: Sequence[Compared], units: Sequence[Compared], path: Path) -> None:

@@ -34,13 +34,13 @@ class RankEstimate:
 
     Attributes:
         rank: index among the ranks that share each parameter.
-        parameters, gradients, optimizer: sharded; in host memory if they are offloaded.
-        buffers, inputs: of the model and of a batch.
-        forward, backward, step: the memory peaks of the phases of a training step. They include
-            everything above that is in device memory at that time.
-        host: bytes by category in host memory.
-        reserved: what torch's allocator holds after some steps: the peak, and what is lost to
-            fragmentation. None on the CPU, where there is no such allocator.
+        parameters, gradients, optimizer: bytes of the shards; in host memory if offloaded.
+        buffers, inputs: bytes of the model's buffers and of a batch.
+        forward, backward, step: the memory peaks of the phases of a training step. They include all
+            of the above that is in device memory at that time.
+        host: bytes in host memory, by category.
+        reserved: bytes that torch's allocator holds after some steps: the peak and fragmentation.
+            None on the CPU, which has no such allocator.
     """
 
     rank: int
@@ -63,13 +63,14 @@ class RankEstimate:
 
 @dataclass(frozen=True)
 class TrafficRow:
-    """What a rank sends in one training step with one kind of collective.
+    """The traffic of a rank in one training step with one kind of collective.
 
     Attributes:
-        kind: "all_gather", "reduce_scatter", "all_reduce" or, under a `CommPolicy`, "all_to_all".
-        group: "shard", "secondary" or "replicate".
+        kind: "all_gather", "reduce_scatter", "all_reduce" or, with a `CommPolicy`, "all_to_all".
+        group: the group of ranks: "shard", "secondary" (smaller groups after
+            ``reshard_after_forward=N``) or "replicate".
         calls: number of launches; ``messages``: number of collectives in them.
-        sent: bytes sent.
+        sent: bytes that the rank sends.
         within_nodes, between_nodes: the parts of ``sent`` by link, averaged over the ranks of a
             node, for rings that enter and leave each node once.
     """
@@ -85,15 +86,15 @@ class TrafficRow:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What `estimate` returns; ``print`` shows it as tables.
+    """The result of `estimate`; ``print`` shows it as tables.
 
     Attributes:
-        ranks: the first and the last rank, and in between the one with the highest peak if it is
-            neither.
-        traffic: what the first rank sends.
-        flops: of one rank's forward and backward, including recomputation.
-        num_params: elements of the whole model.
-        notes: operators without a cost, and what else the estimate assumes.
+        ranks: the first and the last rank, and between them the rank with the highest peak if it is
+            another one.
+        traffic: the traffic of the first rank.
+        flops: FLOPs of one rank's forward and backward, including recomputation.
+        num_params: number of elements of the whole model's parameters.
+        notes: operators without a cost, and other assumptions of the estimate.
     """
 
     mesh_shape: tuple[int, ...]
@@ -193,31 +194,32 @@ def estimate(
 ) -> Estimate:
     """Estimate memory and traffic of one training step, without running or sharding the model.
 
-    One step runs on fake tensors, which have shapes and no memory. It is then replayed through the
-    library's own runtime, so the numbers include what the runtime does: it gathers one unit ahead,
+    One step runs on fake tensors, which have shapes but no memory. It is then replayed through the
+    library's runtime, so the numbers reflect the runtime's behaviour: it gathers one unit ahead,
     keeps the last unit for backward, frees embeddings and heads early, and limits the reductions in
-    flight. Needs no process group and no GPU; takes seconds for any number of ranks.
+    flight. This needs no process group and no GPU, and takes seconds for any number of ranks.
 
     Args:
-        workload: the model and its step; without a pipeline, of which `predict` knows more.
+        workload: the model and its step, without a pipeline (use `predict` for pipelines).
         sharding: how the model is sharded.
-        mesh_shape: number of ranks, or (replicas, shards) for HSDP; each stands for
-            ``tensor_ranks`` ranks.
-        device_type: the device of the run. "cpu" models gloo: up to 32 ranks read what they need
-            from each other's memory within a node, and send each shard, and a node's sum of each
-            gradient, once to each other node.
-        ranks_per_node: determines which traffic leaves a node; ranks are numbered node by node.
+        mesh_shape: number of ranks, or (replicas, shards) for HSDP. With tensor parallelism, each
+            counts for ``tensor_ranks`` ranks.
+        device_type: the device of the run. "cpu" models gloo. Up to 32 ranks read each other's
+            memory within a node. They send each shard, and a node's sum of each gradient, once to
+            each other node.
+        ranks_per_node: number of ranks on each node, which determines the traffic between nodes.
+            Ranks are numbered node by node.
 
     Returns:
-        The estimate. Peaks are of live tensors; ``reserved`` is what torch's allocator holds for
-        them. Neither includes memory of CUDA, cuBLAS and NCCL (1 to 3 GB of a GPU: `plan` counts
-        it) or scratch memory inside kernels.
+        The estimate. Peaks count live tensors; ``reserved`` is the memory that torch's allocator
+        holds for them. Neither includes scratch memory inside kernels, or memory of CUDA, cuBLAS
+        and NCCL (1 to 3 GB of a GPU, which `plan` counts).
 
     Raises:
-        ValueError: for a mesh or a strategy that does not fit, a model that is already sharded,
-            shapes that depend on data (with ``fake``), a step without a loss, operators without a
-            cost, modules that cannot be compiled, or a pipeline.
-        RuntimeError: if a unit does not fit into ``max_gathered_bytes``, with the least that works.
+        ValueError: if the mesh does not match the strategy, the model is already sharded, or the
+            step has no loss; for shapes that depend on data (with ``fake``), operators without a
+            cost, modules that cannot be compiled, and pipelines.
+        RuntimeError: if a unit does not fit into ``max_gathered_bytes``; names the smallest limit.
         TypeError: for arguments of the wrong type.
 
     Example:
@@ -231,7 +233,7 @@ def estimate(
     if workload.pipeline_ranks > 1:
         raise ValueError(
             f"pipeline_ranks={workload.pipeline_ranks}: an estimate is of ranks that do the same; "
-            "predict knows pipelines"
+            "predict supports pipelines"
         )
     check_comm_policy(sharding.comm_policy)
     names = experts_of(workload.model, workload.experts)

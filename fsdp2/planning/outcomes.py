@@ -1,4 +1,4 @@
-"""A configuration that the planner considers, and what it comes to: steps of ranks that differ."""
+"""A configuration that the planner considers, and its outcome: the steps of ranks that differ."""
 
 from __future__ import annotations
 
@@ -29,13 +29,11 @@ class Candidate:
         checkpointing: activation checkpointing mode.
         accumulation: how gradients of micro-batches are summed, as in `Workload`; None: there is
             one micro-batch.
-        expert_ranks: over which experts are distributed; None: they have no mesh of their own.
-        tensor_ranks: that share the operators, for each rank of ``mesh``; None: nothing makes the
-            model tensor-parallel.
-        context_ranks: of the last dim of ``mesh``, those that have parts of the same sequences;
-            None: nobody asks for them.
-        pipeline_ranks: that have other stages, each with a mesh of its own; None: nobody asks for
-            them.
+        expert_ranks: ranks over which experts are distributed; None: experts have no separate mesh.
+        tensor_ranks: tensor-parallel ranks for each rank of ``mesh``; None: the model is not
+            tensor-parallel.
+        context_ranks: context-parallel ranks within the last dim of ``mesh``; None: not used.
+        pipeline_ranks: pipeline ranks, each stage with its own mesh; None: not used.
         schedule, stages_per_rank: of the pipeline; None: there is none.
     """
 
@@ -55,7 +53,7 @@ class Candidate:
 
     @property
     def ranks_per_batch(self) -> int:
-        """Ranks that get the same batch."""
+        """Number of ranks that share a batch."""
         return (self.tensor_ranks or 1) * (self.context_ranks or 1) * (self.pipeline_ranks or 1)
 
     @property
@@ -63,7 +61,7 @@ class Candidate:
         return self.pipeline_ranks not in (None, 1)
 
     def workload(self, given: Workload) -> Workload:
-        """``given``, as it runs here."""
+        """``given``, with this candidate's values."""
         return replace(
             given,
             activation_checkpointing=self.checkpointing,
@@ -77,7 +75,7 @@ class Candidate:
         )
 
     def sharding(self, given: Sharding, wrap: Any) -> Sharding:
-        """``given``, as it is here; ``wrap`` is what the label means."""
+        """``given``, with this candidate's values; ``wrap`` is the meaning of the label."""
         return replace(
             given,
             strategy=self.strategy,
@@ -129,16 +127,16 @@ def schedule_told(schedule: str, stages_per_rank: int) -> str:
     return f"{schedule}{each}"
 
 
-# The least part of a step that compute has to wait for the rest to be what bounds it.
+# If compute waits for at least this fraction of a step, something else is the bottleneck.
 WAITS = 0.1
 
-# Of a step, beside its time and memory.
+# Figures of a step in addition to its time and memory.
 _FIGURES = (
     *("compute_s", "contention_s", "stragglers_s", "host_s", "optimizer_s", "exposed_s"),
     *("stream_s", "flops"),
 )
 
-# The key by which `compare` knows the JSON of a plan or a prediction; its value is the version.
+# `compare` recognizes the JSON of a plan or prediction by this key; its value is the version.
 PREDICTED = "fsdp2_prediction"
 
 
@@ -148,12 +146,12 @@ class Outcome:
 
     Attributes:
         candidate: the configuration.
-        seconds: of a step: all micro-batches and the optimizer.
-        exposed_s: how long kernels wait for communication in a step.
-        peak_bytes: of live tensors on the fullest rank (allocated).
+        seconds: duration of a step: all micro-batches and the optimizer.
+        exposed_s: seconds in a step that kernels wait for communication.
+        peak_bytes: peak of live tensors on the fullest rank (allocated).
         fits: whether ``needed_bytes`` are within the budget.
-        reserved_bytes: what torch's allocator holds for the tensors.
-        needed_bytes: the same, with what CUDA, cuBLAS and NCCL hold.
+        reserved_bytes: bytes that torch's allocator holds for the tensors.
+        needed_bytes: ``reserved_bytes`` and the memory of CUDA, cuBLAS and NCCL.
     """
 
     candidate: Candidate
@@ -166,8 +164,8 @@ class Outcome:
 
     @property
     def paced_s(self) -> float:
-        """``seconds`` for the samples that a step has without tensor and context parallelism: with
-        them, fewer ranks have batches of their own."""
+        """``seconds``, scaled to the samples of a step without tensor and context parallelism: with
+        them, fewer ranks have separate batches."""
         return self.seconds * self.candidate.ranks_per_batch
 
     @override
@@ -178,7 +176,7 @@ class Outcome:
 
 
 def simplicity(outcome: Outcome) -> tuple[float, ...]:
-    """The order in which outcomes that are as fast are chosen: fewer choices, less memory."""
+    """The order in which equally fast outcomes are chosen: fewer choices, then less memory."""
     return (outcome.candidate.complexity, outcome.peak_bytes, outcome.paced_s)
 
 
@@ -187,7 +185,7 @@ def slowest_first(steps: Iterable[SimulatedStep]) -> list[SimulatedStep]:
 
 
 def outcome_of(candidate: Candidate, steps: Sequence[SimulatedStep], budget: int) -> Outcome:
-    """What these steps, the slowest first, come to where ranks wait for each other."""
+    """The outcome of these steps, the slowest first, of ranks that wait for each other."""
     fullest = max(steps, key=lambda step: step.needed_bytes)
     return Outcome(
         candidate,
@@ -201,7 +199,7 @@ def outcome_of(candidate: Candidate, steps: Sequence[SimulatedStep], budget: int
 
 
 def with_micro_batches(fewer: Outcome, more: Outcome, num: int) -> Outcome:
-    """``more``, a step with one micro-batch more than ``fewer``, with ``num`` further ones."""
+    """Extrapolate: ``more`` has one micro-batch more than ``fewer``; add ``num`` further ones."""
     return replace(
         more,
         seconds=more.seconds + num * (more.seconds - fewer.seconds),
@@ -210,8 +208,8 @@ def with_micro_batches(fewer: Outcome, more: Outcome, num: int) -> Outcome:
 
 
 def _together_s(steps: Sequence[SimulatedStep]) -> float:
-    """The time of ranks that wait for each other: where gradients are summed, and after the step
-    of the optimizer."""
+    """The time of ranks that wait for each other: when gradients are summed, and after the
+    optimizer step."""
     if len(steps) == 1:
         return steps[0].seconds
     backward = max(step.seconds - step.optimizer_s for step in steps)
@@ -219,7 +217,7 @@ def _together_s(steps: Sequence[SimulatedStep]) -> float:
 
 
 def figures_of(step: SimulatedStep) -> dict[str, Any]:
-    """The figures of a step, but its time and memory, as JSON-compatible data."""
+    """The figures of a step, except its time and memory, as JSON-compatible data."""
     return {
         **{name: getattr(step, name) for name in _FIGURES},
         "peak_parts": step.peak.parts,
@@ -246,14 +244,14 @@ def stage_figures(steps: Sequence[SimulatedStep]) -> list[dict[str, float]]:
 
 
 def bound_of(step: SimulatedStep) -> str:
-    """``"compute"``, ``"communication"``, ``"copies"`` (of activations), ``"host"`` or, for what
-    ranks wait for other stages, ``"pipeline"``."""
+    """The bottleneck: ``"compute"``, ``"communication"``, ``"copies"`` (of activations), ``"host"``
+    or ``"pipeline"`` (waits for other stages)."""
     waited = step.exposed_s - step.stragglers_s
     if waited < WAITS * step.seconds:
         return "compute"
     if step.bubble_s > waited / 2:
         return "pipeline"
-    # The host is what all wait for only if it is busy for longer than any stream.
+    # The host is the bottleneck only if it is busy for longer than any stream.
     if step.host_s > max(step.stream_s.values()):
         return "host"
     beside = {name: s for name, s in step.stream_s.items() if name != "compute"}
@@ -261,7 +259,7 @@ def bound_of(step: SimulatedStep) -> str:
 
 
 def bound_sentence(step: SimulatedStep) -> str:
-    """The same as a sentence, with the time of each stream and of what is not hidden."""
+    """The bottleneck as a sentence, with the time of each stream and the exposed time."""
     moved = {name: s for name, s in step.stream_s.items() if name != "compute" and s}
     if not moved:
         return f"Nothing is communicated; compute takes {show_seconds(step.compute_s)}."
@@ -274,7 +272,7 @@ def bound_sentence(step: SimulatedStep) -> str:
         "copies": "limited by copies of activations between device and host",
         "host": f"limited by the host, which takes {show_seconds(step.host_s)} to launch it",
     }[bound_of(step)]
-    lost = f" (beside them: {show_seconds(step.contention_s)} more)" if step.contention_s else ""
+    lost = f" (contention adds {show_seconds(step.contention_s)})" if step.contention_s else ""
     late = f", {show_seconds(step.stragglers_s)} of it for the slowest rank" * bool(
         step.stragglers_s
     )
@@ -284,7 +282,7 @@ def bound_sentence(step: SimulatedStep) -> str:
     )
 
 
-# Outcomes that are compared in both cases: those of at most this time, relative to the fastest.
+# Outcomes within this factor of the fastest are compared at both ends of the range.
 CLOSE = 1.05
 MOST_COMPARED = 6
 
@@ -293,11 +291,11 @@ StepTime = Callable[[Hardware, float], float]
 
 @dataclass(frozen=True)
 class Range:
-    """Seconds of a step.
+    """The range of a step time, in seconds, from the uncertainty of the hardware's speeds.
 
     Attributes:
-        fastest_s, slowest_s: with the best and the worst that is known of kernels and links.
-        kernels_s, links_s: the difference that each of the two makes alone.
+        fastest_s, slowest_s: the time with the best and the worst speeds of kernels and links.
+        kernels_s, links_s: the difference if only the speed of kernels, or of links, varies.
     """
 
     fastest_s: float
@@ -307,7 +305,7 @@ class Range:
 
     @property
     def driver(self) -> str:
-        """What most of the range is from."""
+        """The assumption that contributes most to the range."""
         if self.kernels_s >= self.links_s:
             return "the speed of kernels (shapes, software, compiled or not)"
         return "the speed of links (load, topology)"
@@ -319,7 +317,7 @@ class Range:
 
 
 def range_figures(made: Range | None) -> dict[str, Any]:
-    """As JSON-compatible data."""
+    """The range as JSON-compatible data."""
     if made is None:
         return {"step_range_s": None, "range_kernels_s": 0.0, "range_links_s": 0.0}
     return {
@@ -330,12 +328,12 @@ def range_figures(made: Range | None) -> dict[str, Any]:
 
 
 def is_known(hardware: Hardware) -> bool:
-    """Whether all speeds of it are known, as those of measured hardware."""
+    """Whether all its speeds are known, as for measured hardware."""
     return hardware.kernels_range == hardware.links_range == (1.0, 1.0)
 
 
 def range_of(hardware: Hardware, step_s: StepTime) -> Range | None:
-    """The range of a step's time; None where all speeds are known.
+    """The range of a step's time; None if all speeds are known.
 
     Args:
         step_s: simulates the step on hardware whose kernels have this relative speed.
@@ -352,7 +350,7 @@ def range_of(hardware: Hardware, step_s: StepTime) -> Range | None:
 
 
 def with_links(hardware: Hardware, speed: float) -> Hardware:
-    """The same with links of another relative speed."""
+    """The hardware with links of another relative speed."""
     if speed == 1.0:
         return hardware
     return replace(
@@ -369,11 +367,11 @@ def as_fast(
     hardware: Hardware,
     paced_s: Callable[[Outcome, Hardware, float], float],
 ) -> list[Outcome]:
-    """Those that are as fast as the first of ``ranked``, for all that is known; it comes first.
+    """The outcomes that may be as fast as the first of ``ranked``, which comes first.
 
     Args:
         ranked: outcomes that fit, the fastest first.
-        paced_s: simulates an outcome as `StepTime`, and returns its time as `Outcome.paced_s`.
+        paced_s: simulates an outcome like `StepTime`, and returns its `Outcome.paced_s`.
     """
     first = ranked[0]
     close = [o for o in ranked[1:] if o.paced_s <= CLOSE * first.paced_s][: MOST_COMPARED - 1]

@@ -42,7 +42,7 @@ def draw(step: SimulatedStep, path: Path, *, title: str, memory_budget: int) -> 
 
 
 def _bars(step: SimulatedStep) -> list[Bar]:
-    """What ran on each stream; adjacent work of one unit is merged."""
+    """The work on each stream; adjacent work of one unit is merged."""
     bars: list[list[Any]] = []
     last: dict[str, int] = {}
     for launch, span in zip(step.launches, step.spans, strict=True):

@@ -1,4 +1,4 @@
-"""Which pipelines are worth a simulation, by estimates from their stages alone."""
+"""Selects the pipelines to simulate, with estimates from their stages alone."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _Stages = tuple[list[RankStage], list[StageAlone]]
 class PipelineSearch:
     """Finds the best pipeline over each number of ranks, choice by choice.
 
-    Experts come first, since where they are decides about padding, and so about all else; and again
-    when it is known how often parameters are gathered.
+    The number of expert ranks is chosen first, since it determines padding and with it all else. It
+    is chosen again when it is known how often parameters are gathered.
 
     Args:
-        configured: what `Predictor` takes of a candidate.
-        speed: of the kernels of the slowest rank.
+        configured: the configuration of a candidate, for `Predictor`.
+        speed: speed of the kernels of the slowest rank.
 
     Attributes:
-        estimates: of all pipelines that work.
-        refused: why others do not, as sentences.
+        estimates: estimates of all pipelines that work.
+        refused: why others do not work, as sentences.
     """
 
     def __init__(
@@ -55,24 +55,24 @@ class PipelineSearch:
         self._stages: dict[tuple[Candidate, bool, bool], _Stages] = {}
         self.estimates: dict[Candidate, PipelineEstimate] = {}
         self.refused: dict[str, None] = {}
-        self._needs = 1.0  # how much more is needed than estimated
+        self._needs = 1.0  # factor by which the need exceeds the estimate
 
     def paced_s(self, candidate: Candidate) -> float:
-        """About the time of a step, as `Outcome.paced_s`."""
+        """The approximate time of a step, as `Outcome.paced_s`."""
         return self.estimates[candidate].seconds * candidate.ranks_per_batch
 
     def needed_bytes(self, candidate: Candidate) -> float:
-        """About the bytes that its fullest rank needs."""
+        """The approximate bytes that its fullest rank needs."""
         return self._needs * self.estimates[candidate].needed_bytes
 
     def learn(self, needed: Mapping[Candidate, int]) -> bool:
-        """Take from simulations how much more is needed than estimated.
+        """Learn from simulations how much the needed memory exceeds the estimate.
 
         Args:
             needed: bytes by candidate, of any kind.
 
         Returns:
-            Whether one that should fit does not, so that others may be the best now.
+            Whether a candidate that should fit does not, so that another one may be the best now.
         """
         wrong = [
             needed[candidate] / estimate.needed_bytes
@@ -83,7 +83,7 @@ class PipelineSearch:
         return bool(wrong)
 
     def rank(self, candidate: Candidate) -> tuple[bool, float]:
-        """Orders candidates, the best first."""
+        """The sort key of candidates, the best first."""
         needed = self.needed_bytes(candidate)
         if needed > self.budget:
             return True, needed
@@ -92,7 +92,7 @@ class PipelineSearch:
     def best(
         self, modes: Sequence[str], progress: Callable[[str, int, int], None]
     ) -> list[Candidate]:
-        """The best over each number of ranks, and of tensor and context ranks; in order."""
+        """The best candidates for each number of pipeline, tensor and context ranks, in order."""
         numbers = [number for number in self.choices.pipeline_ranks if number > 1]
         found: list[Candidate] = []
         for i, number in enumerate(numbers):
@@ -134,8 +134,8 @@ class PipelineSearch:
     def _expert_ranks(
         self, start: Candidate, pipelines: Sequence[tuple[str, int]], experts: Sequence[int | None]
     ) -> int | None:
-        """The best number for ``start``, the one with the least activations, in the first of these
-        pipelines that works."""
+        """The best number of expert ranks for ``start``, the candidate with the least activations,
+        in the first of these pipelines that works."""
         for each in pipelines if len(experts) > 1 else ():
             tried = [replace(_with(start, each), expert_ranks=number) for number in experts]
             if found := [c for c in tried if self._works(c)]:
@@ -146,7 +146,7 @@ class PipelineSearch:
         return min([best, *(c for c in others if self._works(c))], key=self.rank)
 
     def _pipelines(self, ranks: int) -> list[tuple[str, int]]:
-        """Those that run over so many ranks."""
+        """The pipelines that can run over this number of ranks."""
         found, workload = [], self.predictor.workload
         for schedule, stages in self.choices.pipelines:
             try:
@@ -169,25 +169,28 @@ class PipelineSearch:
         self.refused[f"Pipeline over {over} is left out: {why}"] = None
 
     def _works(self, candidate: Candidate) -> bool:
-        """Whether there is an estimate of it, which is made here."""
+        """Whether the candidate can be estimated; makes the estimate."""
         if candidate in self.estimates:
             return True
         assert candidate.schedule is not None
         try:
             parts, alone = self._alone(candidate)
-        except (ValueError, RuntimeError) as error:  # a model that cannot be cut so, say
+        except (
+            ValueError,
+            RuntimeError,
+        ) as error:  # for example, a model that cannot be split in this way
             if isinstance(error, GatherBudgetError):
                 error = ValueError("it has units that do not fit into max_gathered_bytes")
             pipeline = (candidate.schedule, candidate.stages_per_rank or 1)
             self._refuse(candidate.pipeline_ranks or 1, pipeline, error)
             return False
-        # The parts may have been made for another schedule of that kind.
+        # The parts may have been made for another schedule of the same kind.
         estimate = estimate_pipeline(self.simulator, parts, candidate.schedule, alone)
         self.estimates[candidate] = estimate
         return True
 
     def _alone(self, candidate: Candidate) -> _Stages:
-        """Its stages, which depend on the kind of schedule only; those that are alike once."""
+        """Its stages, which depend only on the kind of schedule; equal stages are in it once."""
         schedule = candidate.schedule
         assert schedule is not None
         key = (replace(candidate, schedule=None), schedule in LOOPED, schedule in SPLIT)

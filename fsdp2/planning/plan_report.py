@@ -26,9 +26,10 @@ class Split:
     """Batches of different sizes, for ranks of different speeds.
 
     Attributes:
-        speeds: of each rank: ``split_batch(samples, split.speeds)`` divides any micro-batch.
-        sizes: samples of each rank in a micro-batch, where the sample input is one rank's part.
-        even_s: the predicted time of a step if all ranks had as many.
+        speeds: the speed of each rank. ``split_batch(samples, split.speeds)`` divides a micro-batch
+            of any size.
+        sizes: samples of each rank in a micro-batch whose even part is the sample input.
+        even_s: the predicted seconds of a step in which all ranks have equal batches.
     """
 
     speeds: tuple[float, ...]
@@ -38,16 +39,17 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Prediction):
-    """What `plan` chose: the `Prediction` of it, why it is the best, and the alternatives.
+    """The result of `plan`: the `Prediction` of the best configuration, reasons and alternatives.
 
     Attributes:
-        workload: what was given to `plan`, with what was chosen.
-        sharding: the same; for ``shard_model(model, mesh, plan.sharding)``.
+        workload: the workload, with the chosen values.
+        sharding: the sharding, with the chosen values; for ``shard_model(model, mesh,
+            plan.sharding)``.
         checkpoint_modules: names of the modules to recompute.
-        experts: names of the modules that `shard_experts` gets. The mesh of experts is (ranks //
+        experts: names of the modules for `shard_experts`. Their mesh has the shape (ranks //
             expert_ranks, expert_ranks).
         outcomes: all simulated candidates, the best first; those that do not fit come last.
-        reasons: explanations as sentences.
+        reasons: the reasons for each choice, as sentences.
         split: how to divide the batch; None: evenly.
     """
 
@@ -71,10 +73,10 @@ class Plan(Prediction):
         return min(others, key=lambda outcome: outcome.paced_s, default=None)
 
     def make_mesh(self, device_type: str = "cuda") -> Any:
-        """The mesh of the plan, over all processes; "pipeline" is its first dim and "tensor" its
-        last one, if it has these.
+        """Create the plan's mesh over all processes.
 
-        With ``context_ranks``, "data" and "context" take the place of "shard".
+        Its dims are "pipeline" (if there is one), "replicate" (if there are replicas), "shard" and
+        "tensor" (if there is one). With ``context_ranks``, "data" and "context" replace "shard".
         """
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -93,21 +95,21 @@ class Plan(Prediction):
         return ("replicate", "shard") if len(self.mesh_shape) == 2 else ("shard",)
 
     def apply(self, model: Any, mesh: Any = None) -> Any:
-        """Make ``model`` parallel, checkpoint activations and shard it, in place, as planned.
+        """Apply the plan to ``model`` in place: parallelize, checkpoint activations, and shard.
+
+        If the plan has ``context_ranks``, the training script splits the sequences in each step.
 
         Args:
-            mesh: made by `make_mesh`; None makes it.
-
-        Sequences of a plan with ``context_ranks`` are split by the training script, in each step.
+            mesh: the result of `make_mesh`; None calls it.
 
         Returns:
-            The sharded model; of a plan with ``pipeline_ranks``, the sharded stages of this rank,
-            in order: those of ``torch.distributed.pipelining.PipelineStage``, whose schedule the
-            training script makes.
+            The sharded model. For a plan with ``pipeline_ranks``, this rank's sharded stages in
+            order; the training script passes them to
+            ``torch.distributed.pipelining.PipelineStage`` and creates the schedule.
 
         Raises:
-            ValueError: for a plan with experts, of which only the model knows where their tokens
-                travel.
+            ValueError: for a plan with experts, because only the model determines where their
+                tokens are sent.
         """
         if self.experts:
             number = self.workload.expert_ranks
@@ -141,7 +143,7 @@ class Plan(Prediction):
         return made
 
     def _shard(self, model: Any, mesh: Any, checkpointed: Sequence[str], wrap: Any) -> Any:
-        """A model, or a stage, with all dims of the plan's mesh."""
+        """Apply the plan to a model, or a stage, over all dims of the plan's mesh."""
         if self.tensor_ranks > 1:
             assert self.workload.parallelize is not None
             model = self.workload.parallelize(model, mesh["tensor"]) or model
@@ -170,7 +172,7 @@ class Plan(Prediction):
 
 
 def reasons(made: Plan) -> list[str]:
-    """One sentence per choice: the cost of the best alternatives."""
+    """One sentence per choice, with the cost of the best alternatives."""
     lines = [bound_sentence(made.step)]
     for title in _QUESTIONS:
         others: dict[str, Outcome] = {}
@@ -197,7 +199,7 @@ def _pipeline(candidate: Candidate) -> str:
     return f"{_ranks(candidate.pipeline_ranks)} ({how})"
 
 
-# What is chosen, and how a candidate answers it.
+# The choices by title, and the value of each in a candidate.
 _QUESTIONS: dict[str, Callable[[Candidate], str]] = {
     "Mesh": lambda c: f"{c.strategy} {' x '.join(map(str, c.mesh))}",
     "Checkpointing": lambda c: c.checkpointing,
@@ -233,7 +235,7 @@ def _against(outcome: Outcome, made: Plan) -> str:
 
 
 def _besides(title: str, outcome: Outcome, made: Plan) -> str:
-    """What else differs: some choices only fit together with another one."""
+    """The other choices that differ: some choices fit only in combination."""
     changed = [
         f"{other.lower()} {_value(other, outcome)}"
         for other in _QUESTIONS
@@ -285,7 +287,7 @@ def _as_text(made: Plan) -> str:
 
 
 def _alternatives(made: Plan) -> str:
-    # Where steps have different numbers of samples, their times say nothing about speed.
+    # If steps have different numbers of samples, their times cannot be compared.
     paced = len({outcome.candidate.ranks_per_batch for outcome in made.outcomes}) > 1
     paced = paced or made.workload.parallelize is not None
     rows = [["", "step", *(["speed"] if paced else []), "exposed", "allocated", "reserved", ""]]
@@ -349,7 +351,7 @@ def _as_dict(made: Plan) -> dict[str, Any]:
     }
 
 
-# Of `Sharding`, what a plan says in any case, and what it says if it is not the default.
+# Fields of `Sharding` that a plan always reports, and fields that it reports unless default.
 _ALWAYS_TOLD = ("strategy", "wrap", "reshard_after_forward", "prefetch")
 _OUTCOME = ("exposed_s", "peak_bytes", "reserved_bytes", "needed_bytes", "fits")
 _TOLD = ("replicate_below", "direct_min_bytes", "max_gathered_bytes")

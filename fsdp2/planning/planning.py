@@ -25,22 +25,22 @@ from .workload import Workload
 def predict(workload: Workload, sharding: Sharding, cluster: Cluster) -> Prediction:
     """Predict the time and memory of a training step in one configuration.
 
-    What `plan` simulates for each configuration that it tries, for the one that you name: the same
-    trace, the same simulation, the same figures. Nothing is searched, and a configuration that does
-    not fit into memory is predicted too (``Prediction.fits``).
+    `predict` simulates the given configuration in the same way as `plan` simulates each of its
+    candidates. It does not search, and it also predicts a configuration that does not fit into
+    memory (``Prediction.fits``).
 
     Args:
         workload: the model and its step.
         sharding: how the model is sharded.
-        cluster: what it is trained on. Where `Hardware.speeds` differ, batches are equal and all
-            wait for the slowest rank.
+        cluster: the GPUs. If `Hardware.speeds` differ, batches are equal and all ranks wait for the
+            slowest one.
 
     Returns:
-        The prediction: print it, or see its attributes.
+        The prediction; print it, or read its attributes.
 
     Raises:
-        ValueError: for what `estimate` or `shard_model` would reject, and ranks that do not fill
-            their nodes.
+        ValueError: for arguments that `estimate` or `shard_model` would reject, and for ranks that
+            do not fill their nodes.
         RuntimeError: if a unit does not fit into ``max_gathered_bytes``.
         TypeError: for arguments of the wrong type.
 
@@ -77,25 +77,26 @@ def sweep(
     *,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Sweep:
-    """Predict the combinations of several ranks, batches, contexts, checkpointing and strategies.
+    """Predict all combinations of several values of fields.
 
     A step is traced once for each size of the micro-batch, kind of checkpointing and number of
-    expert, tensor or context ranks, not for each combination: 20 numbers of ranks take one trace.
+    expert, tensor or context ranks, not for each combination. For example, 20 numbers of ranks need
+    one trace.
 
     Args:
-        workload, sharding, cluster: as in `predict`; what all combinations have in common.
-        over: values by field. Of `Cluster`, num_ranks (numbers, or meshes as tuples) and
-            memory_budget; of `Workload`, sizes of the batch, micro_batches, accumulation,
+        workload, sharding, cluster: as in `predict`; the common part of all combinations.
+        over: values by field. Fields of `Cluster`: num_ranks (numbers, or meshes as tuples) and
+            memory_budget. Fields of `Workload`: sizes of the batch, micro_batches, accumulation,
             activation_checkpointing, compiled (names of modules as a tuple), offload_optimizer,
-            numbers of ranks and the schedule; of `Sharding`, all but mp_policy and
+            numbers of ranks, and the schedule. Fields of `Sharding`: all except mp_policy and
             shard_granularity. The last field changes fastest.
         progress: called with (current task, number done, total).
 
     Returns:
-        The table. Combinations that cannot run are in ``Sweep.failed`` with the reason.
+        The table. ``Sweep.failed`` has the combinations that cannot run, with the reason.
 
     Raises:
-        ValueError: for what `predict` would reject, or if no combination can run.
+        ValueError: for arguments that `predict` would reject, or if no combination can run.
         TypeError: for arguments of the wrong type, and for a field that cannot be varied.
 
     Example:
@@ -109,7 +110,7 @@ def sweep(
     known = (*_OF_CLUSTER, *_OF_WORKLOAD, *_OF_SHARDING)
     values = {name: values_of(name, each, known, "sweep") for name, each in over.items()}
     for name, given in values.items():
-        for each in given:  # errors of values that go with nothing
+        for each in given:  # errors of values that no combination supports
             if name == "strategy":
                 find_strategy(each)
             _with(workload, sharding, cluster, {name: each})
@@ -140,7 +141,7 @@ def sweep(
 def _with(
     workload: Workload, sharding: Sharding, cluster: Cluster, what: Mapping[str, Any]
 ) -> tuple[Workload, Sharding, Cluster]:
-    """The same with other values of some fields."""
+    """Copies with other values of some fields."""
     own = {name: value for name, value in what.items() if name in _OF_WORKLOAD}
     how = {name: value for name, value in what.items() if name in _OF_SHARDING}
     on = {name: value for name, value in what.items() if name in _OF_CLUSTER}
@@ -161,53 +162,55 @@ def plan(
 ) -> Plan:
     """Choose units, resharding, prefetch, activation checkpointing and mesh for a model.
 
-    A step is traced on fake tensors and simulated for every promising configuration: kernels take
-    the time of their FLOPs or bytes, collectives that of a ring over the links, and streams wait
-    for each other as in the library's runtime, which the simulation runs. The fastest configuration
-    that fits into memory is chosen; among equally fast ones, the one that needs the least memory.
+    A step is traced on fake tensors and simulated for every promising configuration. Kernels take
+    the time of their FLOPs or bytes, and collectives the time of a ring over the links. The
+    simulation runs the library's runtime, so streams wait for each other as in a real step. `plan`
+    chooses the fastest configuration that fits into memory; among equally fast ones, the one that
+    needs the least memory.
 
-    Whatever `workload`, ``sharding`` and ``cluster`` say that is not a default is kept. What is
-    searched of the rest, unless ``over`` has values to choose from:
+    Values in ``workload``, ``sharding`` and ``cluster`` that differ from the default are kept. The
+    other fields are searched, among the values in ``over`` or these:
 
-    - ``strategy``: "full", "hybrid" and "none", and with them the mesh;
+    - ``strategy``: "full", "hybrid" and "none", each with its meshes;
     - ``wrap``: blocks, groups of them, and the whole model;
     - ``reshard_after_forward``: None, False, and within nodes;
     - ``prefetch``: 1 and 2;
-    - ``activation_checkpointing``: all modes; of a model without blocks, "none";
-    - ``accumulation``, with several micro-batches: "unsharded" and "sharded". Sums of whole
-      gradients communicate once a step, and need memory for the whole model;
-    - ``expert_ranks``, with ``experts``: the ranks of a node, as many as there can be, and one in
-      between;
-    - ``pipeline_ranks``, with ``split_stages``: 1, 2, 4, ..., as far as each rank has a block and a
-      micro-batch; ``schedule``: all; ``stages_per_rank``: 2, of looped schedules.
+    - ``activation_checkpointing``: all modes; "none" for a model without blocks;
+    - ``accumulation``, with several micro-batches: "unsharded" and "sharded". Unsharded sums
+      communicate once per step, but need memory for the gradients of the whole model;
+    - ``expert_ranks``, with ``experts``: the ranks of a node, the largest possible number, and one
+      number in between;
+    - ``pipeline_ranks``, with ``split_stages``: 1, 2, 4, ..., as long as each rank has a block and
+      a micro-batch; ``schedule``: all; ``stages_per_rank``: 2, for looped schedules.
 
-    ``tensor_ranks`` and ``context_ranks`` are searched only where ``over`` has several, or several
-    meshes (``mesh``). With more of them a step has fewer samples: the most samples in a second are
-    what is chosen.
+    ``tensor_ranks`` and ``context_ranks`` are searched only if ``over`` has several values of them,
+    or of ``mesh``. With more of these ranks, a step has fewer samples, so `plan` maximizes samples
+    per second.
 
-    Where `Hardware.speeds` differ, the step takes as long as the slowest rank. Each micro-batch of
-    all ranks together is then also divided by speed (`split_batch`), and that is chosen if it is
-    faster: see `Plan.split`. To divide it, all tensors of ``sample_input`` with as many rows as the
-    first one count as samples.
+    If `Hardware.speeds` differ, the step takes as long as the slowest rank. `plan` then also tries
+    to divide each micro-batch of all ranks by speed (`split_batch`), and does so if this is faster;
+    see `Plan.split`. The samples are the rows of all tensors in ``sample_input`` that have as many
+    rows as the first one.
 
     Args:
         workload: the model and its step.
-        cluster: what it is trained on.
-        sharding: what of it is not searched.
-        over: values to choose from, by field, of those above. A default is fixed so, too:
+        cluster: the GPUs.
+        sharding: the settings that are not searched.
+        over: values to choose from, by field. Use it also to keep a default:
             ``over={"strategy": ["full"]}``.
-        max_samples: of a step, that is of all batches of all micro-batches. Numbers of tensor,
-            context and pipeline ranks with which a step has more are left out. None: no limit.
+        max_samples: the largest number of samples in a step, over all micro-batches of all ranks.
+            Numbers of tensor, context and pipeline ranks that exceed it are left out. None: no
+            limit.
         progress: called with (current task, number done, total).
 
     Returns:
-        The plan: ``plan.apply(model)`` in the training script, or ``shard_model(model, mesh,
+        The plan. Call ``plan.apply(model)`` in the training script, or ``shard_model(model, mesh,
         plan.sharding)``; print it for the reasons.
 
     Raises:
-        ValueError: if nothing fits (names the least memory needed), for fixed choices that do not
-            go together, or for what `estimate` would reject.
-        TypeError: for arguments of the wrong type, and for a field in ``over`` that is none.
+        ValueError: if nothing fits (names the least memory needed), for fixed choices that
+            contradict each other, or for arguments that `estimate` would reject.
+        TypeError: for arguments of the wrong type, and for an unknown field in ``over``.
 
     Example:
         >>> made = plan(Workload(model, tokens, loss_fn=loss), Cluster("h100", 128))
@@ -223,7 +226,7 @@ def plan(
         check_number("max_samples", max_samples)
     hardware = cluster.gpu
     if cluster.num_ranks is not None:
-        speeds_of(hardware, cluster.num_ranks)  # its checks come before a trace
+        speeds_of(hardware, cluster.num_ranks)  # checks before a trace
     wraps = labelled(given["wrap"]) if "wrap" in given else usual_wraps(workload.model)
     predictor = Predictor(workload, sharding, hardware, wraps, search_units="wrap" not in given)
     choices = Choices(predictor, cluster, given, max_samples)
@@ -243,7 +246,7 @@ def plan(
 
 
 def _for_speeds(search: Search, speeds: Sequence[float]) -> Plan:
-    """The plan; where speeds of ranks differ, with batches by speed if that is faster."""
+    """The plan; if speeds of ranks differ, with batches divided by speed if that is faster."""
     differ = len(set(speeds)) > 1
     samples = search.predictor.batch_size if differ else 0
     even = search.run(even_load(speeds))
@@ -259,7 +262,7 @@ def _for_speeds(search: Search, speeds: Sequence[float]) -> Plan:
 
 
 def _divided(search: Search, even: Plan, speeds: Sequence[float], samples: int) -> Plan:
-    """The plan with batches by speed, or ``even`` if that gains nothing."""
+    """The plan with batches divided by speed, or ``even`` if that gains nothing."""
     sizes = sizes_by_speed(samples, speeds)
 
     def stay(why: str) -> Plan:

@@ -1,4 +1,4 @@
-"""A prediction, and a table of many: the numbers, and their text form."""
+"""A prediction, and a table of many: the numbers and their text form."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ _RATES = ("samples", "context", "samples_per_s", "tokens_per_s", "flops_per_s", 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction(Outcome):
-    """What `predict` returns: time and memory of a training step; ``print`` shows it.
+    """The result of `predict`: time and memory of a training step; ``print`` shows it.
 
     Attributes:
-        choices: what makes the configuration, beside the mesh, by name, as text for tables.
-        samples_per_s: of all ranks; None: the sample input has no dim of samples.
-        tokens_per_s: of all ranks, if the sample input begins with integers (samples, positions).
+        choices: the values of the configuration except the mesh, by name, as text for tables.
+        samples_per_s: samples per second of all ranks; None: the sample input has no sample dim.
+        tokens_per_s: tokens per second of all ranks, if the first tensor of the sample input has
+            integers of shape (samples, positions).
         memory_budget: bytes that a rank may use.
-        samples, context: sizes of a micro-batch of one rank, where they are known; with
-            ``tensor_ranks`` or ``context_ranks``, of those that share it.
-        tensor_ranks: that share the operators of the model, for each rank of ``mesh_shape``.
-        context_ranks: of the last dim of ``mesh_shape``, those that have parts of the same
-            sequences.
-        pipeline_ranks: that have other stages, each with a mesh of ``mesh_shape``.
-        bubble_s: how long a rank of the pipeline waits for others, the mean of all; part of
-            ``exposed_s``.
-        stages: of each rank of the pipeline: "compute_s", "bubble_s", "peak_bytes" and
-            "needed_bytes"; empty without one.
-        padding: what uneven dims cost the fullest rank; None: nothing.
-        dtype: of computation: that of the policy, or of most parameters.
-        step: the simulated step; of the slowest ranks, if they differ; of the first rank of a
+        samples, context: sizes of a micro-batch of one rank, if known; with ``tensor_ranks`` or
+            ``context_ranks``, of the ranks that share it.
+        tensor_ranks: tensor-parallel ranks for each rank of ``mesh_shape``.
+        context_ranks: context-parallel ranks within the last dim of ``mesh_shape``.
+        pipeline_ranks: pipeline ranks; each stage has a mesh of ``mesh_shape``.
+        bubble_s: seconds that a rank of the pipeline waits for other stages, averaged over ranks;
+            part of ``exposed_s``.
+        stages: for each rank of the pipeline, "compute_s", "bubble_s", "peak_bytes" and
+            "needed_bytes"; empty without a pipeline.
+        padding: the cost of uneven dims on the fullest rank; None: there is none.
+        dtype: dtype of computation: of the policy, or of most parameters.
+        step: the simulated step: of the slowest rank if ranks differ, or of the first rank of a
             pipeline.
-        range: of the time of a step, by what is not known of the hardware; None: all is known, or
-            this is one of many (`sweep`).
-        notes: what the prediction assumes, as sentences.
+        range: the range of the step time, from the uncertainty of the hardware's speeds; None: the
+            speeds are known, or this is one of many predictions (`sweep`).
+        notes: assumptions of the prediction, as sentences.
     """
 
     hardware: Hardware
@@ -73,21 +73,21 @@ class Prediction(Outcome):
 
     @property
     def num_ranks(self) -> int:
-        """All of them."""
+        """Number of all ranks, including tensor and pipeline ranks."""
         return prod(self.mesh_shape) * self.tensor_ranks * self.pipeline_ranks
 
     @property
     def bound(self) -> str:
-        """What bounds a step, "compute", "communication", "copies", "host" or "pipeline"."""
+        """The bottleneck: "compute", "communication", "copies", "host" or "pipeline"."""
         return bound_of(self.step)
 
     @property
     def flops_per_s(self) -> float:
-        """Of a rank, including recomputation."""
+        """FLOP/s of a rank, including recomputation."""
         return self.step.flops / self.seconds if self.seconds else 0.0
 
     def picture(self, path: str | Path) -> None:
-        """Write the simulated step as a picture: streams over time, memory below."""
+        """Draw the simulated step to a file: streams over time, memory below."""
         outer = [n for n in (self.pipeline_ranks,) if n > 1]
         inner = [n for n in (self.tensor_ranks,) if n > 1]
         dims = " x ".join(map(str, [*outer, *self.mesh_shape, *inner]))
@@ -132,7 +132,7 @@ class Prediction(Outcome):
 
     @property
     def memory(self) -> str:
-        """What it needs, as text."""
+        """The memory needed, as text."""
         libraries = show_bytes(self.needed_bytes - self.reserved_bytes)
         return (
             f"{show_bytes(self.peak_bytes)} allocated; {show_bytes(self.reserved_bytes)} reserved "
@@ -160,15 +160,15 @@ class Prediction(Outcome):
 
 @dataclass(frozen=True)
 class Sweep:
-    """What `sweep` returns: predictions of many configurations; ``print`` shows a table.
+    """The result of `sweep`: predictions of many configurations; ``print`` shows a table.
 
     Attributes:
-        predictions: in the order of the arguments: ranks, then samples, context, checkpointing,
-            and so on; the last one changes fastest.
-        failed: configurations that cannot run, with the reason: a model that does something else
+        predictions: the predictions of all configurations that can run, in the order of ``over``;
+            the last field changes fastest.
+        failed: configurations that cannot run, with the reason: a model that behaves differently
             when it is recomputed, or a unit that does not fit into ``max_gathered_bytes``.
         num_traced: the number of steps that were traced for all of them.
-        columns: what differs among the configurations.
+        columns: the names of the values in which the configurations differ.
     """
 
     predictions: list[Prediction]
@@ -178,7 +178,7 @@ class Sweep:
 
     @property
     def best(self) -> Prediction | None:
-        """The one with the most samples per second of those that fit, or with the shortest step if
+        """The prediction that fits with the most samples per second, or with the shortest step if
         samples are not known. None if nothing fits."""
         fitting = [p for p in self.predictions if p.fits]
         return max(fitting, key=lambda p: (p.samples_per_s or 0.0, -p.seconds), default=None)
@@ -205,7 +205,7 @@ class Sweep:
 
 
 def bubble_told(made: Prediction) -> str:
-    """How long ranks of a pipeline wait for others, and what each of them allocates."""
+    """The waiting time and the memory of a pipeline's ranks, as text."""
     peaks = ", ".join(show_bytes(int(stage["peak_bytes"])) for stage in made.stages)
     share = 100 * made.bubble_s / made.seconds
     return (

@@ -27,15 +27,15 @@ from .workload import Workload
 
 
 class Configuration(NamedTuple):
-    """What is predicted: a workload and a sharding, which are those given but for what is searched
-    or varied, and the mesh that shards."""
+    """A configuration to predict: the given workload and sharding, with the searched or varied
+    values, and the mesh that shards."""
 
     workload: Workload
     sharding: Sharding
     mesh: tuple[int, ...]
 
 
-# What does not go together with a pipeline, and why.
+# Arguments that a pipeline does not support, and why.
 _OF_ONE_MODEL = {
     "offload_optimizer": "it brings back state of one optimizer for one model, not yet of stages",
     "max_device_bytes": "it is of one `shard_model`, and each stage has its own",
@@ -44,12 +44,12 @@ _OF_ONE_MODEL = {
 
 
 class Replays(NamedTuple):
-    """What the ranks that differ do in a step, to which hardware gives times.
+    """The replayed steps of the ranks that differ; the hardware determines their times.
 
     Attributes:
         parts: the stages of a pipeline, or the model once for each load.
-        loads: of the ranks.
-        made: of the ranks of a pipeline, or of those with each load.
+        loads: the loads of the ranks.
+        made: the replays of a pipeline's ranks, or one per load.
     """
 
     parts: Sequence[RankStage]
@@ -61,8 +61,8 @@ class Replays(NamedTuple):
         return self.parts[0].setup
 
     def steps(self, simulator: Simulator, by: float = 1.0) -> list[SimulatedStep]:
-        """Of ranks that differ, the slowest first, or of those of the pipeline; ``by``: the
-        relative speed of kernels."""
+        """The simulated steps of the ranks that differ, the slowest first, or of the pipeline's
+        ranks; ``by``: the relative speed of kernels."""
         if self.setup.workload.pipeline_ranks > 1:
             speed = by * min(load.speed for load in self.loads)
             schedule = self.setup.workload.schedule
@@ -73,7 +73,7 @@ class Replays(NamedTuple):
         )
 
     def stages(self, rank: int) -> list[RankStage]:
-        """What a rank of the pipeline has; all of the model, without one."""
+        """The stages of a rank of the pipeline; without one, the whole model."""
         if self.setup.workload.pipeline_ranks == 1:
             return [self.parts[0]]
         return stages_of(self.parts, self.setup.workload.schedule, rank)
@@ -83,8 +83,9 @@ class Predictor:
     """Traces and simulates steps of a workload; each step is traced once.
 
     Args:
-        wraps: choices of units by label; None: those of ``sharding``.
-        search_units: whether ``wraps`` are all that a search knows, so that stages have theirs.
+        wraps: choices of units by label; None: the units of ``sharding``.
+        search_units: whether ``wraps`` are the default choices of a search, so that stages get
+            their own.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Predictor:
         return self.workload.samples or batch_size(self.workload.sample_input)
 
     def setup(self, of: Configuration, stage: TracedStage | None = None) -> Setup:
-        """How the model is sharded, or a stage."""
+        """The setup of the model, or of a stage."""
         units, experts = self.whole.units[self.label_of(of)], self.whole.expert_units
         if stage is not None:
             units, experts = stage.units, stage.expert_units
@@ -135,7 +136,7 @@ class Predictor:
         return self.whole.label_of(of.sharding.wrap)
 
     def parts(self, of: Configuration) -> list[RankStage]:
-        """The stages of the pipeline, or all of the model."""
+        """The stages of the pipeline, or the whole model."""
         if of.workload.pipeline_ranks == 1:
             stages = [self.whole.stage(of.workload, self.label_of(of))]
         else:
@@ -147,7 +148,7 @@ class Predictor:
     def replay(
         self, of: Configuration, loads: Sequence[Load], *, keep_samples: bool = False
     ) -> Replays:
-        """What ranks with these loads do."""
+        """Replay the steps of ranks with these loads."""
         workload = of.workload
         if workload.pipeline_ranks > 1:
             parts = self.parts(of)
@@ -214,10 +215,10 @@ class Predictor:
         )
 
     def check(self, workload: Workload, sharding: Sharding) -> None:
-        """Check what goes together, with the model and with a pipeline.
+        """Check that the arguments fit each other, the model and the pipeline.
 
         Raises:
-            ValueError: for what does not.
+            ValueError: if they do not.
         """
         self.whole.check_ranks(workload)
         if workload.pipeline_ranks > 1:
@@ -231,10 +232,10 @@ class Predictor:
             )
 
     def check_pipeline(self, workload: Workload, sharding: Sharding) -> None:
-        """Check what goes together with a pipeline, whatever its schedule.
+        """Check that a pipeline supports the arguments, for all schedules.
 
         Raises:
-            ValueError: for what does not.
+            ValueError: if it does not.
         """
         told = f"pipeline_ranks={workload.pipeline_ranks}"
         if self.staged is None:
@@ -253,8 +254,8 @@ class Predictor:
                 )
         if not isinstance(workload.compiled, bool):
             raise ValueError(
-                f"{told}: stages have names of their own, so that compiled={workload.compiled!r} "
-                "names no modules: pass True for the blocks, or False"
+                f"{told}: stages have other names, so compiled={workload.compiled!r} names no "
+                "modules: pass True for the blocks, or False"
             )
         if workload.accumulation == "every":
             raise ValueError(
@@ -264,7 +265,7 @@ class Predictor:
 
 
 def _told(setup: Setup, whole: TracedSteps) -> dict[str, Any]:
-    """What makes a configuration, as JSON-compatible data."""
+    """The values of a configuration, as JSON-compatible data."""
     workload, sharding = setup.workload, setup.sharding
     reshard: Any = sharding.reshard_after_forward
     if callable(reshard):

@@ -30,13 +30,13 @@ from .trace.events import StepTrace
 # Steps that differ by less than this count as equally fast.
 SAME_SPEED = 0.005
 
-# Of pipelines, those are simulated whose estimate is within this factor of the fastest, but at most
-# so many; and at least one of all.
+# Pipelines are simulated if their estimate is within this factor of the fastest: at least one, and
+# at most so many.
 _CLOSE, _MOST_SIMULATED = 1.1, 3
 
-# Without a pipeline, all micro-batches of a step but the first and the last are alike. If there are
-# more than so many, steps with `FEW` of them and one less tell how long each takes, and only the
-# best configurations are simulated with all.
+# Without a pipeline, all micro-batches of a step except the first and the last are alike. If there
+# are more than so many, steps with `FEW` of them and with one less give the time of each, and only
+# the best configurations are simulated with all micro-batches.
 MOST_REPLAYED, FEW = 8, 4
 
 
@@ -44,7 +44,7 @@ class Search:
     """Two rounds: meshes and checkpointing first, then the rest for the best of them.
 
     Args:
-        sharding: what is the same for all configurations is from it.
+        sharding: the common settings of all configurations.
         budget: bytes that a rank may use.
     """
 
@@ -117,9 +117,9 @@ class Search:
         return found[0] if found else usual
 
     def _search_pipelines(self, modes: tuple[str, ...]) -> None:
-        """Simulate the pipelines that may be the fastest, and at least one.
+        """Simulate the pipelines that may be the fastest, at least one.
 
-        If estimates said that one fits and it does not, others come next: those that fit although
+        If a pipeline does not fit although its estimate did, continue with others that fit even if
         all need more than estimated.
         """
         search = PipelineSearch(
@@ -137,7 +137,7 @@ class Search:
         self.notes += search.refused
 
     def _simulate_pipelines(self, search: PipelineSearch, found: Sequence[Candidate]) -> list[str]:
-        """Simulate of these those that may be the fastest; says why others are not."""
+        """Simulate those candidates that may be the fastest; returns why others are not."""
         left_out = []
         for i, candidate in enumerate(found):
             fitting = [o.paced_s for o in self.outcomes.values() if o.fits]
@@ -179,7 +179,7 @@ class Search:
             try:
                 for load in self.loads:
                     self._trace_of(self._bare(mode, degree), load)
-            except (RuntimeError, ValueError) as error:  # heads that cannot be divided, say
+            except (RuntimeError, ValueError) as error:  # for example, heads that cannot be divided
                 failed[degree] = error
         if len(failed) == len(self.degrees):
             raise failed[self.degrees[0]]
@@ -190,7 +190,7 @@ class Search:
             self.notes.append(f"{' and '.join(told)} is left out because it fails: {why}")
 
     def _bare(self, mode: str, degree: Degree) -> Candidate:
-        """All that a trace depends on, with the first number of expert ranks."""
+        """The choices that a trace depends on, with the first number of expert ranks."""
         number = self._expert_ranks[0]
         return Candidate("", (), mode, expert_ranks=number, tensor_ranks=degree[0],
                          context_ranks=degree[1])  # fmt: skip
@@ -200,7 +200,7 @@ class Search:
         return self.traces.get(replace(workload, samples=load.samples or workload.samples))
 
     def configured(self, candidate: Candidate) -> Configuration:
-        """What `Predictor` takes."""
+        """The candidate as `Predictor` needs it."""
         return Configuration(
             candidate.workload(self.predictor.workload),
             candidate.sharding(self.sharding, self.traces.wraps[candidate.wrap]),
@@ -208,7 +208,7 @@ class Search:
         )
 
     def _replay(self, candidate: Candidate, micro_batches: int | None = None) -> Replays:
-        """``micro_batches``: of a step without a pipeline, if not all."""
+        """The replays of a candidate; ``micro_batches``: fewer than all, without a pipeline."""
         if candidate in self._replays:
             return self._replays[candidate]
         of = self.configured(candidate)
@@ -233,7 +233,7 @@ class Search:
         return with_micro_batches(fewer, more, num - FEW)
 
     def _simulate_the_best(self) -> None:
-        """Simulate with all micro-batches what is compared with the best."""
+        """Simulate the configurations that compete for the best with all micro-batches."""
         while waiting := self._estimated.intersection(o.candidate for o in self._compared_ones()):
             for i, candidate in enumerate(waiting):
                 self.progress(f"simulating: {candidate}", i, len(waiting))
@@ -256,7 +256,7 @@ class Search:
                 self._too_large[candidate] = error
 
     def _first_round(self, starts: Sequence[Candidate]) -> None:
-        """Simulate these; but where recomputation decides that nothing fits, one of many meshes."""
+        """Simulate these; only one of many meshes if activations alone prevent a fit."""
         groups: dict[Any, list[Candidate]] = {}
         for each in starts:
             key = (each.checkpointing, each.tensor_ranks, each.context_ranks)
@@ -266,7 +266,7 @@ class Search:
         hopeful = [key for key, nbytes in least.items() if nbytes <= limit]
         self.simulate([c for key in hopeful for c in groups[key]])
         others = sorted(self.outcomes.values(), key=lambda o: o.needed_bytes)
-        meshes = [o.candidate.mesh for o in others]  # the first needs the least: so does it here
+        meshes = [o.candidate.mesh for o in others]  # the first needs the least memory
         for key, group in groups.items():
             if key not in hopeful:
                 known = [c for c in group if c.mesh in meshes]
@@ -274,11 +274,11 @@ class Search:
                 self.simulate(sorted(known, key=lambda c: meshes.index(c.mesh))[:1] or group[:1])
 
     def _activation_bytes(self, candidate: Candidate) -> int:
-        """What activations alone need, whatever the mesh."""
+        """Bytes of the activations alone, which do not depend on the mesh."""
         return max(self._trace_of(candidate, load).activation_peak for load in self.loads)
 
     def _advice(self, best: Outcome) -> str:
-        """What takes the memory of the configuration that needs the least, and what helps."""
+        """The causes of the memory need of the smallest configuration, and their remedies."""
         replays = self._replay(best.candidate)
         steps = replays.steps(self.simulator)
         fullest = max(range(len(steps)), key=lambda i: steps[i].needed_bytes)
@@ -300,14 +300,14 @@ class Search:
 
     def _paced_s(self, outcome: Outcome, hardware: Hardware, speed: float) -> float:
         """`Outcome.paced_s`, if kernels have this relative speed."""
-        # Of the few configurations that are compared so, replays are kept: only times change.
+        # Keep the replays of the few configurations that are compared so: only times change.
         candidate = outcome.candidate
         made = self._replays[candidate] = self._replay(candidate)
         steps = made.steps(self.simulator.on(hardware), speed)
         return outcome_of(candidate, steps, self.budget).paced_s
 
     def _with_the_simplest_first(self, ranked: list[Outcome]) -> list[Outcome]:
-        """Of those that are as fast as the fastest, for all that is known of the hardware."""
+        """Move the simplest of the configurations that may be the fastest to the front."""
         fitting = sorted((o for o in ranked if o.fits), key=lambda o: o.paced_s)
         if not fitting:
             return ranked

@@ -20,15 +20,14 @@ from .workload import Workload, default_checkpoint_modules
 
 
 class StagedSteps:
-    """Traces the stages of a model when they are first asked for; arguments as of `TracedSteps`.
+    """Traces the stages of a model on the first request; arguments as in `TracedSteps`.
 
-    Each stage gets what the one before it returns. Stages that are alike are traced once. Names and
-    classes of ``wraps``, ``experts`` and ``checkpoint_modules`` are of the model and of its stages,
-    of which some may have none.
+    Each stage gets the output of the one before it. Equal stages are traced once. Names and classes
+    in ``wraps``, ``experts`` and ``checkpoint_modules`` are of the model and of its stages; some
+    stages may have none of them.
 
     Args:
-        wraps: None: the blocks of each stage, and the whole stage, by the labels that `wraps_of`
-            has for these.
+        wraps: None: the blocks of each stage, and the whole stage, with the labels of `wraps_of`.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class StagedSteps:
 
     @property
     def labels(self) -> list[str]:
-        """Of the choices of units that stages have."""
+        """The labels of the stages' choices of units."""
         return [*self._wraps]
 
     @property
@@ -60,9 +59,9 @@ class StagedSteps:
         """The steps of all stages, with a choice of units; see `TracedSteps.get`.
 
         Raises:
-            ValueError: if ``split_stages`` returns something else than that many stages, or stages
-                whose parameters, or experts, are not those of the model; for context ranks, if no
-                stage has attention.
+            ValueError: if ``split_stages`` returns another number of stages, or stages whose
+                parameters or experts differ from the model's; for context ranks, if no stage has
+                attention.
         """
         num_stages = workload.pipeline_ranks * workload.stages_per_rank
         stages = self._made.get(num_stages)
@@ -110,7 +109,7 @@ class StagedSteps:
         for each in (e for wrap in self._wraps.values() for e in _elements(wrap)):
             if each != "auto" and not any(_is_in(stage, each) for stage in stages):
                 raise ValueError(
-                    f"wrap={each!r} is no module of any stage: they have names of their own"
+                    f"wrap={each!r} is no module of any stage: names are relative to the stage"
                 )
         made: dict[Any, TracedSteps] = {}
         steps = []
@@ -124,9 +123,9 @@ class StagedSteps:
     def _check_experts(
         self, params: Mapping[str, Any], experts: Mapping[str, Any], stages: Sequence[nn.Module]
     ) -> None:
-        """Check that stages have the model's ``experts``, of all its ``params``, and no others.
+        """Check that the stages have exactly the model's ``experts``, among all its ``params``.
 
-        Stages may be made of copies of modules, so that only numbers of elements can be compared.
+        Stages may be made of copies of modules, so only numbers of elements can be compared.
         """
         found = [p for s in stages for p in _params_of(s, self._experts_of(s)).values()]
         numel, expected = (sum(p.numel() for p in ps) for ps in (found, experts.values()))
@@ -138,9 +137,9 @@ class StagedSteps:
         told = f", without '{missing[0]}'" if missing else ""
         told += f", with '{others[0]}'" if others else ""
         raise ValueError(
-            f"The experts of all stages have {numel:,} elements of parameters, those of the model "
-            f"{expected:,}{told}: experts= must name the same modules in the stages, which have "
-            "names of their own. A class does, or a pattern"
+            f"The experts of all stages have {numel:,} elements of parameters, the model's experts "
+            f"{expected:,}{told}: experts= must name the same modules in the stages, whose names "
+            "differ. Use a class or a pattern"
         )
 
     def _experts_of(self, stage: nn.Module) -> list[str]:
@@ -165,12 +164,12 @@ class StagedSteps:
 
 
 def _attends(trace: StepTrace) -> bool:
-    """Whether it has attention over parts of sequences."""
+    """Whether the step has attention over parts of sequences."""
     return any(isinstance(each, ModelExchange) and each.group == "context" for each in trace.events)
 
 
 def block_types(model: nn.Module) -> tuple[type, ...]:
-    """The classes of the blocks of a whole model, of which a stage may have one."""
+    """The classes of the blocks of a whole model; a stage may have a single block."""
     blocks = default_checkpoint_modules(model, units_of(model, "auto"))
     return tuple({type(model.get_submodule(name)) for name in blocks})
 
@@ -182,8 +181,8 @@ def blocks_in(stage: nn.Module, types: tuple[type, ...]) -> list[str]:
 
 
 def wrap_of_stage(stage: nn.Module, wrap: Any, types: tuple[type, ...]) -> Any:
-    """What ``wrap`` means there: "auto" finds blocks where there are several, a stage may have one;
-    classes and names that another stage has are left out."""
+    """``wrap`` for a stage. "auto" finds only repeated blocks, but a stage may have a single one.
+    Classes and names of other stages are left out."""
     if wrap != "auto":
         elements = _elements(wrap)
         return [each for each in elements if _is_in(stage, each)] if elements else wrap
@@ -196,8 +195,8 @@ def wrap_of_stage(stage: nn.Module, wrap: Any, types: tuple[type, ...]) -> Any:
 
 
 def _elements(wrap: Any) -> list[Any]:
-    """The parts of a ``wrap`` argument that name modules each for themselves; none of "root" and
-    sizes, which say the same of every stage."""
+    """The parts of a ``wrap`` argument that name modules; none for "root" and sizes, which have the
+    same meaning in every stage."""
     if wrap in (None, "root", "none") or (isinstance(wrap, str) and wrap.startswith("size:")):
         return []
     if isinstance(wrap, str) and wrap.startswith("class:"):
@@ -206,7 +205,7 @@ def _elements(wrap: Any) -> list[Any]:
 
 
 def _names_of(stage: nn.Module, element: Any) -> list[Any]:
-    """What ``element`` names there."""
+    """The modules of the stage that ``element`` names."""
     try:
         return [*as_policy(element)(stage)]
     except ValueError:  # no such module
@@ -231,7 +230,7 @@ def _is_in(stage: nn.Module, element: Any) -> bool:
 
 
 def _signature(stage: nn.Module) -> Any:
-    """Equal for stages whose steps are the same: classes, attributes and tensors of all modules."""
+    """Equal for stages with equal steps: classes, attributes and tensors of all modules."""
     return tuple(
         (
             name,

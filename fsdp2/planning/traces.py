@@ -1,4 +1,4 @@
-"""Traced steps of one model, shared by all that is simulated of it: plans, predictions, sweeps."""
+"""Traced steps of one model, shared by all its simulations: plans, predictions, sweeps."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from .workload import Compiled, Parallelize, Workload, compiled_modules, default
 def parallel_copy(
     model: nn.Module, parallelize: Parallelize | None, ranks: int, context_ranks: int = 1
 ) -> Iterator[tuple[nn.Module, DeviceMesh | None]]:
-    """``model`` itself for one tensor rank, else a copy on the meta device that is tensor-parallel,
-    and the mesh of context ranks, None for one.
+    """Yield the model and the mesh of context ranks (None for one).
 
-    The process group of the meshes sends nothing, and exists within the context only.
+    With one tensor rank, it is ``model``; otherwise a tensor-parallel copy on the meta device. The
+    process group of the meshes sends nothing, and exists only within the context.
 
     Raises:
-        ValueError: if there is a process group already.
+        ValueError: if there is already a process group.
     """
     tensor_ranks = 1 if parallelize is None else ranks
     if tensor_ranks == context_ranks == 1:
@@ -83,11 +83,11 @@ def on_meta(model: nn.Module) -> nn.Module:
 
 
 class TracedStage(NamedTuple):
-    """The step of a stage with one micro-batch, and its units; or of the whole model.
+    """The step of a stage (or the whole model) with one micro-batch, and its units.
 
     Attributes:
-        split: the step with gradients of inputs first; None: it was not asked for.
-        expert_units: those of ``units`` that `shard_experts` makes, as their modules.
+        split: the step with gradients of inputs first; None: it was not requested.
+        expert_units: the units that `shard_experts` makes, as their modules.
     """
 
     trace: StepTrace
@@ -97,24 +97,24 @@ class TracedStage(NamedTuple):
 
 
 class TracedSteps:
-    """Traces steps of a model when they are first asked for, each once.
+    """Traces each step of a model once, on the first request.
 
-    A trace depends on the sizes of the micro-batch, on what is recomputed and on the degrees of the
-    model's own parallelisms. It does not depend on units, meshes or ranks: the modules of all
-    choices of units are marked in each, so what is simulated of a configuration is the same whoever
-    asks (`plan` or `predict`).
+    A trace depends on the sizes of the micro-batch, on recomputation, and on the degrees of the
+    model's own parallelisms. It does not depend on units, meshes or ranks, because the modules of
+    all choices of units are marked in each trace. `plan` and `predict` therefore simulate the same
+    step.
 
     Args:
-        workload: what is the same in all steps is from it: all but what `get` takes.
-        sharding: of which the dtypes matter here, and the units if ``wraps`` are none.
-        wraps: choices of units by label; None: those of ``sharding``.
+        workload: the common part of all steps: everything except the arguments of `get`.
+        sharding: its dtypes matter here, and its units if ``wraps`` is None.
+        wraps: choices of units by label; None: the units of ``sharding``.
         device_type: as in `TraceOptions`.
 
     Attributes:
         blocks: names of the modules to recompute.
         units: the units of each choice, by label.
         experts: names of the modules of experts.
-        num_experts: of the module that has the fewest.
+        num_experts: number of experts of the module that has the fewest.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class TracedSteps:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of computation: that of the policy, or of most parameters."""
+        """The dtype of computation: of the policy, or of most parameters."""
         return self._mp_policy.param_dtype or _main_dtype(self.workload.model)
 
     def label_of(self, wrap: Any) -> str:
@@ -173,8 +173,8 @@ class TracedSteps:
         *,
         splits_backward: bool = False,
     ) -> TracedStage:
-        """The step with one choice of units, also with a backward that is split if that is asked
-        for; see `get`."""
+        """The step with one choice of units; with ``splits_backward``, also with a split backward;
+        see `get`."""
         trace, split = self.get(workload, stage, received), None
         if splits_backward:
             split = self.get(workload, stage._replace(splits_backward=True), received)
@@ -189,14 +189,14 @@ class TracedSteps:
         """The step on one rank.
 
         Args:
-            workload: the one of all, in which the sizes of the micro-batch, activation
-                checkpointing, what is compiled, and numbers of ranks may be others.
-            stage: of a pipeline, which the model is.
-            received: what a rank of that stage gets, if it is not the first.
+            workload: like the common one; may differ in the sizes of the micro-batch, activation
+                checkpointing, compiled modules, and numbers of ranks.
+            stage: the stage of a pipeline that the model is.
+            received: the input of a rank of that stage, if it is not the first one.
 
         Raises:
-            ValueError: for operators without a cost, unless they are to be listed, and sequences
-                that cannot be split over context ranks.
+            ValueError: for operators without a cost, unless ``unknown_costs`` is "list", and for
+                sequences that cannot be split over context ranks.
             RuntimeError: if the model fails.
         """
         compiled = self.compiled_modules(workload.compiled)
@@ -237,7 +237,7 @@ class TracedSteps:
         return compiled_modules(compiled, self._blocks)
 
     def notes(self, trace: StepTrace, hardware: Hardware) -> list[str]:
-        """What a trace assumes, as sentences."""
+        """The assumptions of a trace, as sentences."""
         rates = [
             f"Hardware '{hardware.name}' has no FLOP/s of {str(dtype)[6:]}: multiplications in it "
             f"take the time of {str(hardware.rate_of(dtype))[6:]}"
@@ -247,11 +247,11 @@ class TracedSteps:
         return [*trace.notes, *without_cost(trace, "list"), *rates, *factor_notes(hardware)]
 
     def check_ranks(self, workload: Workload) -> None:
-        """Check the ranks of experts and of tensor parallelism.
+        """Check the numbers of expert and tensor ranks.
 
         Raises:
-            ValueError: for more than there are experts, or none, and for tensor ranks without a
-                function that makes models parallel.
+            ValueError: for more expert ranks than experts, expert ranks without experts, and tensor
+                ranks without ``parallelize``.
         """
         ranks = workload.expert_ranks
         if ranks > 1 and not self.experts:
@@ -272,7 +272,7 @@ class TracedSteps:
 
 
 def factor_notes(hardware: Hardware) -> list[str]:
-    """What measured hardware says of parts of steps, as a sentence."""
+    """The measured factors of parts of steps, as a sentence."""
     if not hardware.step_factors:
         return []
     told = ", ".join(f"{part} {factor:.2f}" for part, factor in hardware.step_factors.items())
@@ -319,7 +319,7 @@ def labelled(wraps: Sequence[Any]) -> dict[str, Any]:
 
 
 def _label(wrap: Any) -> str:
-    """How a choice of units is called in tables."""
+    """The name of a choice of units in tables."""
     if isinstance(wrap, str):
         return {"auto": "blocks", "root": "one"}.get(wrap, wrap)
     return "given"

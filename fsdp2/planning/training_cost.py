@@ -1,4 +1,4 @@
-"""What training to a number of tokens takes: days and money, for predictions of many clusters."""
+"""Days and cost of a training run over a number of tokens, from predictions of many clusters."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _DAY_S = 86400.0
 
 @dataclass(frozen=True)
 class Offer:
-    """A configuration that fits, and what training with it takes.
+    """A configuration that fits, with the days and the cost of the training run.
 
     Attributes:
-        prediction: of a step.
-        days: to all tokens.
-        gpu_hours: of all GPUs together.
-        cost: in the currency of the prices.
-        batch_tokens: of all ranks in a step.
-        efficiency: FLOP/s, with recomputation, as a part of what the data sheet says of the dtype
-            of computation (hardware FLOPs utilization).
+        prediction: the prediction of a step.
+        days: duration of the run.
+        gpu_hours: GPU hours of all GPUs together.
+        cost: cost in the currency of the prices.
+        batch_tokens: tokens of all ranks in a step.
+        efficiency: FLOP/s, including recomputation, as a fraction of the data sheet's value for the
+            dtype of computation (hardware FLOPs utilization).
         best: no other offer is both sooner and cheaper.
     """
 
@@ -52,12 +52,12 @@ def _by_cost(offer: Offer) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """What `training_cost` returns; ``print`` shows a table.
+    """The result of `training_cost`; ``print`` shows a table.
 
     Attributes:
-        offers: by hardware in the order of the predictions, then by the number of GPUs and cost.
+        offers: ordered by hardware (as in the predictions), then by number of GPUs and cost.
         tokens, goodput: as given.
-        left_out: how many predictions do not fit, or have too large a batch.
+        left_out: number of predictions that do not fit, or whose batch is too large.
     """
 
     offers: list[Offer]
@@ -67,23 +67,23 @@ class TrainingCost:
 
     @property
     def cheapest(self) -> Offer:
-        """The offer that costs least; of equals, the soonest."""
+        """The offer with the lowest cost; among equals, the soonest."""
         return min(self.offers, key=_by_cost)
 
     @property
     def fastest(self) -> Offer:
-        """The offer that is done first; of equals, the cheapest."""
+        """The offer that is done first; among equals, the cheapest."""
         return min(self.offers, key=_by_days)
 
     def within(self, *, days: float | None = None, cost: float | None = None) -> Offer | None:
-        """The cheapest offer that is done in ``days``; or the fastest one for ``cost``.
+        """The cheapest offer within ``days``, or the fastest one within ``cost``.
 
         Args:
-            days: at most.
-            cost: at most. With both, the cheapest of those that keep to both.
+            days: limit on days.
+            cost: limit on cost. With both limits, the cheapest offer within them.
 
         Returns:
-            None if there is none.
+            The offer; None if there is none.
         """
         most_days, most_cost = (inf if most is None else most for most in (days, cost))
         kept = [o for o in self.offers if o.days <= most_days and o.cost <= most_cost]
@@ -91,16 +91,19 @@ class TrainingCost:
         return min(kept, key=_by_days if soonest_first else _by_cost, default=None)
 
     def best_number(self, extra_cost: float = 0.1) -> Offer:
-        """The soonest of the offers that cost at most a part ``extra_cost`` more than the cheapest.
+        """The soonest offer among those that cost at most ``extra_cost`` more than the cheapest.
 
-        More GPUs end sooner and, as more time goes to communication, cost more. This is where that
-        begins to be dear.
+        More GPUs finish sooner, but cost more because communication takes a larger part of the
+        time.
+
+        Args:
+            extra_cost: as a fraction of the lowest cost.
         """
         limit = self.cheapest.cost * (1 + extra_cost)
         return min((offer for offer in self.offers if offer.cost <= limit), key=_by_days)
 
     def picture(self, path: str | Path) -> None:
-        """Write days and cost over the number of GPUs as a picture.
+        """Draw days and cost over the number of GPUs to a file.
 
         Raises:
             ImportError: without matplotlib (``pip install fsdp2[plots]``).
@@ -157,25 +160,24 @@ def training_cost(
     goodput: float = 1.0,
     max_batch_tokens: float | None = None,
 ) -> TrainingCost:
-    """Work out how long, and for how much money, clusters train to a number of tokens.
+    """Compute the days and the cost of a training run over a number of tokens.
 
     Args:
-        predictions: what `sweep` or `predict` returned, of one kind of GPU or of several.
-        tokens: all that the model is to see.
-        price_per_gpu_hour: in any currency; or one price for each name of a `Hardware`.
-        goodput: the part of the time that is spent in steps. The rest are checkpoints, faults and
-            what is computed again after them.
-        max_batch_tokens: configurations with more tokens in a step are left out. Time and money are
-            for a number of tokens; beyond the critical batch size (arXiv 1812.06162), the same
-            tokens in larger batches train less.
+        predictions: results of `sweep` or `predict`, for one or several types of GPUs.
+        tokens: number of tokens in the run.
+        price_per_gpu_hour: the price in any currency, or the prices by name of the `Hardware`.
+        goodput: the fraction of the time that is spent in steps. Checkpoints, faults and repeated
+            work take the rest.
+        max_batch_tokens: configurations with more tokens in a step are left out. Beyond the
+            critical batch size (arXiv 1812.06162), larger batches learn less from the same tokens.
 
     Returns:
-        The table, and the offers to choose from.
+        The table of offers.
 
     Raises:
         ValueError: for numbers that are not positive, if no configuration is left, and for
             predictions whose sample input has no tokens.
-        KeyError: if a kind of GPU has no price.
+        KeyError: if a type of GPU has no price.
 
     Example:
         >>> workload, over = Workload(model, tokens, loss_fn=loss), {"num_ranks": [64, 256]}
@@ -262,12 +264,12 @@ def _offer(made: Prediction, tokens: float, price: float, goodput: float) -> Off
 
 
 def _peak_flops(made: Prediction) -> float:
-    """FLOP/s of the data sheet in the dtype of computation."""
+    """The data sheet's FLOP/s for the dtype of computation."""
     return made.hardware.matmul_flops[made.hardware.rate_of(made.dtype)]
 
 
 def _marked(offers: list[Offer]) -> list[Offer]:
-    """The same, with those marked that nothing beats in both days and cost."""
+    """The offers; those that no other one beats in both days and cost are marked as best."""
     marked = []
     for offer in offers:
         beaten = any(
@@ -321,7 +323,7 @@ def _title(name: str) -> str:
 
 
 def _short(num: float) -> str:
-    """``1.5T``: with the suffix that such numbers of tokens are written with."""
+    """A number of tokens with the usual suffix: ``1.5T``."""
     for limit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if num >= limit:
             return f"{num / limit:.3g}{suffix}"
@@ -332,7 +334,7 @@ Point = tuple[int, float, float]  # GPUs, days, cost
 
 
 def _draw(lines: Mapping[str, Sequence[Point]], path: Path, *, title: str) -> None:
-    """Write one line for each kind of GPU to ``path``; the suffix selects the format.
+    """Draw one line for each type of GPU to ``path``; the suffix selects the format.
 
     Raises:
         ImportError: without matplotlib (``pip install fsdp2[plots]``).

@@ -1,4 +1,4 @@
-"""What is trained: a model, its batch, and all of a step but how it is sharded and on what."""
+"""The training step: a model, its batch and optimizer; not its sharding or hardware."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .trace.kernels import Kernels
 from .trace.optimizers import StateOffload
 from .trace.uncosted import CHOICES
 
-# How gradients of micro-batches are summed: whole, and reduced in the last; reduce-scattered in
-# each, and all-reduced over replicas in the last (`FSDPModule.set_accumulate_sharded`); or fully
-# reduced in each, as where nobody calls `FSDPModule.set_requires_gradient_sync`.
+# How gradients of micro-batches are summed: unsharded, and reduced in the last micro-batch;
+# reduce-scattered in each, and all-reduced over replicas in the last
+# (`FSDPModule.set_accumulate_sharded`); or fully reduced in each, the default of `fully_shard`.
 ACCUMULATIONS = ("unsharded", "sharded", "every")
 Compiled = bool | Sequence[str]
 LossFn = Callable[[Any], torch.Tensor]
@@ -31,88 +31,91 @@ SplitStages = Callable[[Any, int], Sequence[nn.Module]]
 class Workload:
     """A training step: the model, its batch and optimizer, and the model's own parallelisms.
 
-    `estimate`, `predict`, `sweep` and `plan` run the step on fake tensors, which have shapes and no
-    memory, and leave the model as it is.
+    `estimate`, `predict`, `sweep` and `plan` run the step on fake tensors, which have shapes but no
+    memory. They do not change the model.
 
     Attributes:
-        model: not sharded; may be on the meta device.
-        sample_input: the batch of one rank (of the ranks that share one, below), and a micro-batch
-            of it if there are several: a tensor, a tuple of positional arguments or a dict of
-            keyword arguments; tensors may be on the meta device.
-        loss_fn: a function of the model's output that returns the loss. None: the output's
+        model: the unsharded model; may be on the meta device.
+        sample_input: the input of one forward, that is a micro-batch of one rank, or of one group
+            of ranks that share a batch (tensor, context and pipeline ranks, below). A tensor, a
+            tuple of positional arguments or a dict of keyword arguments; tensors may be on the meta
+            device.
+        loss_fn: a function that computes the loss from the model's output. None: the output's
             ``loss``, the output itself if it is one number, or the sum of its tensors.
-        optimizer: "adamw", "sgd", "momentum", an optimizer class, a function of the parameters, or
-            None.
-        samples: of a micro-batch: dim 0 of all tensors with as many rows as the first one. None: as
-            many as ``sample_input`` has.
-        context: length of a sequence: dim 1 of the first tensor that has one, and all other dims
-            but dim 0 of that length. None: that of ``sample_input``. The model must be able to work
-            on this length.
+        optimizer: "adamw", "sgd", "momentum", an optimizer class, a function that creates an
+            optimizer from the parameters, or None.
+        samples: samples in a micro-batch: the size of dim 0 of all tensors that have as many rows
+            as the first one. None: the size in ``sample_input``.
+        context: length of a sequence: the size of dim 1 of the first tensor that has this dim, and
+            of all other dims except dim 0 with the same size. None: the size in ``sample_input``.
+            The model must support this length.
         micro_batches: forwards and backwards per optimizer step.
         accumulation: how gradients of micro-batches are summed:
 
-            - ``"unsharded"``: whole gradients, reduced in the last micro-batch
+            - ``"unsharded"``: whole gradients are summed, and reduced in the last micro-batch
               (``model.set_requires_gradient_sync(False)``, or ``no_sync()``, in all others);
-            - ``"sharded"``: the same calls, after ``model.set_accumulate_sharded(True)``: every
+            - ``"sharded"``: the same calls, after ``model.set_accumulate_sharded(True)``. Every
               micro-batch reduce-scatters into shards, and the last all-reduces over replicas;
-            - ``"every"``: every micro-batch reduces completely; what a loop does that calls none
-              of these.
-        activation_checkpointing: "none", "full" or "selective"; "selective" keeps the results of
+            - ``"every"``: every micro-batch reduces completely, as in a loop without these calls.
+        activation_checkpointing: "none", "full" or "selective". "selective" keeps the results of
             attention and of every second matrix multiplication. Checkpointing inside the model is
-            taken into account in any case.
-        checkpoint_modules: names of the modules to recompute. None: the blocks, meaning all units
+            always taken into account.
+        checkpoint_modules: names of the modules to recompute. None: the blocks, that is all units
             except the root that have parameters and inputs that need gradients.
-        compiled: whether `torch.compile` makes one graph of each block (the modules that
-            ``checkpoint_modules=None`` stands for), or the names of the modules that it compiles.
-            Pointwise operators and reductions are then fused, and torch's partitioner decides what
-            is saved for backward. `Plan.apply` does not compile.
-        max_saved_bytes: the ``max_device_bytes`` of an `offload_activations` around forward and
-            loss. None: activations stay on the device, as on the CPU in any case. Copies share no
-            time with collectives, and `Plan.apply` does not offload.
-        offload_optimizer: an `offload_optimizer`, whose copies, reads and writes take their time;
-            None: state stays where its parameters are. `Plan.apply` does not call it.
-        kernels: which attention kernel, and whether norms are fused. None: those that the device
-            runs.
+        compiled: whether `torch.compile` compiles each block (as in ``checkpoint_modules=None``) as
+            one graph, or the names of the compiled modules. Pointwise operators and reductions are
+            then fused, and torch's partitioner decides what is saved for backward. `Plan.apply`
+            does not compile.
+        max_saved_bytes: ``max_device_bytes`` of an `offload_activations` around forward and loss.
+            None (and always on the CPU): activations stay on the device. Copies are assumed not to
+            compete with collectives. `Plan.apply` does not offload activations.
+        offload_optimizer: the options of an `offload_optimizer`; its copies, reads and writes take
+            time. None: the state stays with its parameters. `Plan.apply` does not call it.
+        kernels: the attention kernel, and whether norms are fused. None: torch's choice for the
+            device.
         fake: False runs one real step on the CPU, with all the memory that it needs; required for
             models whose shapes depend on their data.
-        unknown_costs: what to do about operators whose FLOPs nobody has said (`register_cost`), if
-            they are more than 1 % of the bytes of a step: "error", or "list" to go on without their
-            FLOPs. They are listed in any case.
-        experts: the modules that `shard_experts` gets before the others become units: names,
-            patterns or classes, as in ``wrap``. None: experts are parameters like others.
-        expert_ranks: consecutive ranks over which experts are distributed, a divisor of the ranks
-            (of a stage, in a pipeline; context and tensor ranks count as well) and at most the
-            number of experts; those with the same experts shard them. Forward must make a
-            `TokenExchange` (without a mesh here), whose tokens are taken to be spread evenly over
-            experts; each of its all-to-alls is waited for.
-        parallelize: makes the model tensor-parallel: a function of the model (a copy of it on the
-            meta device) and a mesh of ``tensor_ranks``, as the training script calls
-            ``parallelize_module``; it may return the model. Operators and collectives of DTensors
-            are then those of one rank; each collective is waited for. It leaves ``experts`` alone,
-            and tokens travel from each of these ranks: those that it gives a rank.
-        tensor_ranks: consecutive ranks that share the operators, a divisor of all ranks. The
-            others are data-parallel; ``sample_input`` is the batch of one group of them.
-        context_ranks: consecutive ranks, or groups of ``tensor_ranks``, over which each sequence is
-            split, as by torch's ``context_parallel``: a divisor of the last dim of the mesh, over
-            which parameters are sharded. ``sample_input`` has whole sequences, the batch of one
-            such group: dim 1 of its first tensor of two dims, and each dim but dim 0 as long as
-            that, a multiple of twice ``context_ranks``. Attention must be
-            ``scaled_dot_product_attention`` without a mask.
-        split_stages: makes the stages of a pipeline: a function of the model (a copy of it on the
-            meta device) and their number that returns them in order, as modules. The first gets
-            ``sample_input``, each other one what the one before returns. Each parameter belongs to
-            one stage. ``parallelize`` then gets a stage, and ``wrap`` and ``experts`` name modules
-            of stages, of which some may have none.
-        pipeline_ranks: ranks of a pipeline, the first dim of the mesh, a divisor of all ranks; each
-            stage is sharded over the others.
+        unknown_costs: what to do if operators without known FLOPs (`register_cost`) make up more
+            than 1 % of the bytes of a step: "error", or "list" to continue without their FLOPs. The
+            result always lists them.
+        experts: the modules for which `shard_experts` is called before the others become units:
+            names, patterns or classes, as in ``wrap``. None: experts are sharded like other
+            parameters.
+        expert_ranks: number of consecutive ranks over which experts are distributed. It must divide
+            the number of ranks (in a pipeline, of a stage; context and tensor ranks count too), and
+            be at most the number of experts. Ranks with the same experts shard them. Forward must
+            create a `TokenExchange` (without a mesh here). Tokens are assumed to be spread evenly
+            over experts; compute waits for each all-to-all.
+        parallelize: a function that makes the model tensor-parallel. It is called with a copy of
+            the model on the meta device and a mesh of ``tensor_ranks``, and calls
+            ``parallelize_module`` as the training script does; it may return the model. The trace
+            then has one rank's operators and collectives, and compute waits for each collective.
+            The function must not change ``experts``; each tensor rank sends the tokens that it
+            holds.
+        tensor_ranks: number of consecutive ranks that divide the operators, a divisor of all ranks.
+            The others are data-parallel; ``sample_input`` is the batch of one group of
+            ``tensor_ranks``.
+        context_ranks: number of consecutive ranks, or groups of ``tensor_ranks``, that divide each
+            sequence, as in torch's ``context_parallel``. It must divide the last dim of the mesh,
+            over which parameters are sharded. ``sample_input`` is the batch of one such group, with
+            whole sequences. The sequence dims are dim 1 of its first 2-D tensor and all dims of the
+            same size except dim 0; the size must be a multiple of twice ``context_ranks``.
+            Attention must be ``scaled_dot_product_attention`` without a mask.
+        split_stages: a function that returns the stages of a pipeline as modules, in order. It is
+            called with a copy of the model on the meta device and the number of stages. The first
+            stage gets ``sample_input``, each other stage the output of the one before. Each
+            parameter belongs to one stage. ``parallelize`` is then called for each stage, and
+            ``wrap`` and ``experts`` name modules of stages; some stages may have none of them.
+        pipeline_ranks: number of pipeline ranks, a divisor of all ranks and the first dim of the
+            mesh. Each stage is sharded over the other dims.
         schedule: "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble",
             "ZBVZeroBubble" or "DualPipeV", as in ``torch.distributed.pipelining``.
-        stages_per_rank: of all but the first two, which then need that many times
-            ``pipeline_ranks`` stages; of the last two, 2.
+        stages_per_rank: number of stages on each rank: 1 for the first two schedules, 2 for the
+            last two. The model is split into ``stages_per_rank * pipeline_ranks`` stages.
 
     Raises:
-        ValueError: for unknown names, and numbers less than 1.
-        TypeError: for a model that is no module, and numbers that are no ints.
+        ValueError: for unknown names, and for numbers less than 1.
+        TypeError: if the model is not a module, or a number is not an int.
 
     Example:
         >>> with torch.device("meta"):
@@ -163,7 +166,7 @@ class Workload:
 
     @property
     def ranks_per_batch(self) -> int:
-        """Ranks that get the same batch."""
+        """Number of ranks that share a batch."""
         return self.tensor_ranks * self.context_ranks * self.pipeline_ranks
 
 

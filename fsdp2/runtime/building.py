@@ -19,8 +19,8 @@ from .registration import put
 from .runtime import Runtime, runtime_of
 from .unit import Unit, unit_of, units_in
 
-# The last of these are the classes of the units and runtimes that are made: `fsdp2.testing` adds
-# its own, which record what they do.
+# The last of these are the classes of new units and runtimes: `fsdp2.testing` adds its own, which
+# record what they do.
 made_types: list[tuple[type[Unit], type[Runtime]]] = [(Unit, Runtime)]
 
 
@@ -34,7 +34,7 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     root = unit_of(root_module)
     name_units(root_module, units)
     registry.on.before_tree(root_module, root, units)
-    # Freeing what is gathered would take away what others have put in its place.
+    # Freeing gathered parameters would remove what others have put in their place.
     given = [x for unit in units for x in unit.registration.given_by_others()]
     # Units that ran as roots before may have gathers or reductions in flight, which only their own
     # runtimes can finish. The new one starts from units that are sharded.
@@ -69,7 +69,7 @@ def build_runtime(root_module: nn.Module) -> Runtime:
 def _forward_gradients(unit: Unit) -> None:
     """Pass on gradients of the unsharded parameters that the next plan of ``unit`` replaces.
 
-    A caller may have computed with them, after ``unshard``: autograd accumulates to these.
+    A caller may have computed with them after ``unshard``, so autograd accumulates to them.
     """
 
     def pass_on(param: ShardedParam, former: torch.Tensor) -> None:

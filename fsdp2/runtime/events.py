@@ -1,14 +1,16 @@
-"""What happens in a tree of units, for the parts of the library that the kernel does not know.
+"""The events of a tree of units, through which the kernel calls optional parts of the library.
 
-A part is a class with the events that it wants to hear. The kernel tells them without asking what
-is on: each method of `UnitEvents` and `TreeEvents` calls those of the parts that override it, in
-the order of `parts.py`. To tell an event that nobody hears costs a hook 50 nanoseconds.
+A part is a class that overrides the methods of the events it needs. The kernel does not depend on
+which parts exist: each method of `UnitEvents` and `TreeEvents` calls the same method of every part
+that overrides it, in the order of `parts.py`. An event without listeners costs a hook 50 ns.
 
-There are two kinds. A `UnitPart` is one object per process, and hears of units from their making
-on, and keeps what it knows of one in `Unit.of_parts`: in a weak dictionary, values that lead to
-parameters, their modules and so to the unit would keep it alive. A `TreePart` is made with the
-runtime of a tree, and hears of its steps. Events of a step pass no unsharded parameters: a
-reference would keep memory alive, and references to them are counted.
+There are two kinds of parts. A `UnitPart` is one object per process. It gets the events of units
+from their creation on, and keeps its data about a unit in `Unit.of_parts`. (A weak dictionary would
+not do: its values lead to parameters, their modules and the unit, and would keep it alive.)
+
+A `TreePart` is made with the runtime of a tree, and gets the events of its steps. Events of a step
+pass no unsharded parameters: a reference would keep memory alive, and references to them are
+counted.
 """
 
 from __future__ import annotations
@@ -31,14 +33,13 @@ Runtime = Any  # of `runtime`, which imports this file: parts name the class
 
 
 class UnitPart:
-    """A part that hears of all units of this process. It overrides the events that it wants."""
+    """A part with events of all units of this process. It overrides those it needs."""
 
     def before_taking(self, unit: Unit, params: Sequence[ShardedParam]) -> None:
-        """`fully_shard` is about to make ``params`` those of ``unit``; nothing has changed yet, so
-        this may refuse."""
+        """``unit`` is about to take ``params``; nothing has changed yet, so this may raise."""
 
     def before_sharding(self, unit: Unit, params: Sequence[ShardedParam]) -> None:
-        """``params`` are whole, and about to become those of ``unit``."""
+        """``params`` are still whole, and ``unit`` is about to shard them."""
 
     def sharded(self, unit: Unit) -> None:
         """`fully_shard` has made ``unit``, with its hooks."""
@@ -47,72 +48,72 @@ class UnitPart:
         """``Module._apply`` is about to call ``fn`` on all tensors of ``modules``, of ``unit``."""
 
     def after_apply(self, unit: Unit) -> None:
-        """It has."""
+        """``Module._apply`` has called it."""
 
     def merged(self, unit: Unit, former: Sequence[Unit]) -> None:
         """``unit`` has taken the places of ``former``."""
 
     def before_tree(self, root_module: nn.Module, root: Unit, units: Sequence[Unit]) -> None:
-        """``units`` are about to get a runtime; nothing has changed yet, so this may refuse."""
+        """``units`` are about to get a runtime; nothing has changed yet, so this may raise."""
 
     def modules_differ(self, root_module: nn.Module, units: Sequence[Unit]) -> None:
-        """Modules of ``root_module`` may hold other parameters than ``units``, all of them sharded,
-        gave them: each has to come to the unit that gathers it wherever it is used."""
+        """Modules of ``root_module`` may hold other parameters than ``units`` gave them. Each must
+        move to the unit that gathers it wherever it is used. All ``units`` are sharded now."""
 
     def params_assigned(self, unit: Unit, keep_objects: bool) -> None:
         """A user may have put parameters into modules of ``unit``.
 
         Args:
-            keep_objects: an optimizer may hold those of the unit, so only data is to be taken.
+            keep_objects: an optimizer may hold the unit's parameters, so take over only the data.
         """
 
     def before_materialize(self, units: Sequence[Unit]) -> None:
-        """``units`` know their order and parameters, and nothing has gathered them yet."""
+        """The order and parameters of ``units`` are settled, and nothing was gathered yet."""
 
     def before_setting(self, unit: Unit, name: str, value: object) -> None:
-        """A setting of ``unit`` is about to change; this may refuse."""
+        """A setting of ``unit`` is about to change; this may raise."""
 
     def setting_changed(self, units: Sequence[Unit], name: str, value: object) -> None:
-        """A setting that schedules change before each backward is ``value`` for ``units`` now."""
+        """A setting that schedules change before each backward is now ``value`` for ``units``."""
 
 
 class TreePart(GatherEvents):
-    """A part of the runtime of one tree. It overrides the events that it wants to hear."""
+    """A part of the runtime of one tree. It overrides the events that it needs."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
 
     @classmethod
     def of(cls, runtime: Runtime) -> Self | None:
-        """The part for a tree whose runtime was just made; None: it has nothing to do there."""
+        """The part for a tree whose runtime was just made; None if it is not needed there."""
         return cls(runtime)
 
     def before_root_forward(self) -> None:
-        """A root's forward was called; nothing has changed yet, so this may refuse."""
+        """A root's forward was called; nothing has changed yet, so this may raise."""
 
     def root_forward_begins(self) -> None:
         """Nothing is in flight, and nothing was gathered for it yet."""
 
     def before_reuse(self, unit: Unit) -> None:
-        """What of ``unit`` is gathered is about to be used again, by a forward or a user."""
+        """A forward or a user is about to use the gathered parameters of ``unit`` again."""
 
     def forward_begins(self, unit: Unit) -> None:
-        """``unit`` is about to be gathered, or to go on, for a forward of one of its modules, or
-        for a recomputation of one (`Runtime.in_backward`)."""
+        """``unit`` is about to be gathered, or stays gathered, for a forward of one of its modules,
+        or for its recomputation (`Runtime.in_backward`)."""
 
     def forward_computed(self, unit: Unit) -> None:
-        """A module of ``unit`` has its output, and nothing was freed yet. Who hears this hears of
-        all modules of a unit: else those between its first and last may leave out their hooks."""
+        """A module of ``unit`` has its output, and nothing was freed yet. With a listener, all
+        modules of a unit call their hooks; without, those between the first and last may not."""
 
     def forward_ends(self, unit: Unit, forward: Forward | None) -> None:
-        """It was freed, or kept, after ``forward``; None: one without a graph."""
+        """``unit`` was freed, or kept, after ``forward``; None: a forward without a graph."""
 
     def unit_kept(self, unit: Unit, forward: Forward | None) -> None:
         """``unit`` stays gathered and registered after ``forward``, which has a graph; None: after
-        another one, after its backward or the end of all of it."""
+        a forward without one, after the unit's backward, or after the whole backward."""
 
     def backward_begins(self) -> None:
-        """A run of autograd has come to the tree; nothing has changed yet, so this may refuse."""
+        """A run of autograd has reached the tree; nothing has changed yet, so this may raise."""
 
     def backward_enters(
         self, unit: Unit, forward: Forward | None, accumulates: bool | None
@@ -125,27 +126,27 @@ class TreePart(GatherEvents):
         """
 
     def gradients_apart(self, unit: Unit, accumulates: bool | None) -> None:
-        """Backward has entered ``unit`` and does not accumulate its gradients, or what is gathered
-        is read where no hook is called (`StepState.is_read_outside`)."""
+        """Backward has entered ``unit`` and does not accumulate its gradients, or gathered
+        parameters are read without a hook (`StepState.is_read_outside`)."""
 
     def backward_enters_inside(self, unit: Unit) -> None:
-        """Backward has entered a unit inside of ``unit``, which it may not have reached itself."""
+        """Backward has entered a unit inside of ``unit``, possibly before ``unit`` itself."""
 
     def backward_leaves(self, unit: Unit) -> None:
-        """The gradients of one forward of ``unit`` are done, and it was freed if it is to be."""
+        """The gradients of one forward of ``unit`` are done, and it was freed if it should be."""
 
     def left_with_graph(self, unit: Unit, grads: Sequence[torch.Tensor | None]) -> None:
         """A backward with ``create_graph=True`` has left ``unit`` with ``grads`` for its inputs."""
 
     def before_reduce(self, unit: Unit) -> None:
-        """Gradients of ``unit`` are about to be reduced, or to be kept as sums where they are."""
+        """Gradients of ``unit`` are about to be reduced, or to be kept in place as sums."""
 
     def gradients_taken(self, unit: Unit, taken: Taken) -> None:
         """``taken`` are complete, and off the parameters; ``unit`` may be gathered still."""
 
     def reductions_launched(self, unit: Unit, reductions: Sequence[Reduction]) -> None:
-        """``reductions`` of ``unit`` are about to start. A hearer may put other transports in the
-        places of their ``scatter`` and ``replicate``, for this once."""
+        """``reductions`` of ``unit`` are about to start. A part may replace their ``scatter`` and
+        ``replicate`` by other transports, this time only."""
 
     def after_reduce(self, unit: Unit, direct_only: bool) -> None:
         """The reductions have started, if there was anything to reduce, or sums were kept.
@@ -155,16 +156,16 @@ class TreePart(GatherEvents):
         """
 
     def before_completion(self, unit: Unit, reduction: Reduction) -> None:
-        """Compute is about to wait for ``reduction``, of ``unit``, whose ``.grad`` is next."""
+        """Compute is about to wait for ``reduction`` of ``unit``; ``.grad`` is set next."""
 
     def reduction_completed(self, unit: Unit, reduction: Reduction) -> None:
-        """``.grad`` has what it reduced, unless it waits for an all-reduce."""
+        """``.grad`` has the result, unless this waits for an all-reduce."""
 
     def gradients_dropped(self, unit: Unit) -> None:
-        """Gradients of ``unit`` that were in no ``.grad`` yet are gone, as a caller wanted."""
+        """A caller has dropped the gradients of ``unit`` that were in no ``.grad`` yet."""
 
     def backward_reduced(self) -> None:
-        """All reductions of this backward were launched; nothing that is kept was freed yet."""
+        """All reductions of this backward were launched; kept parameters were not freed yet."""
 
     def iteration_ends(self) -> None:
         """All ``.grad`` are complete."""
@@ -173,22 +174,22 @@ class TreePart(GatherEvents):
         """An iteration has ended whose backward was called with ``create_graph=True``."""
 
     def backward_ends(self) -> None:
-        """It is over: all units are freed that are to be."""
+        """Backward is over, and all units are freed that should be."""
 
     def backward_abandoned(self, errors: list[RuntimeError]) -> None:
         """A backward raised, or was dropped; ``errors`` are raised when the tree is reset."""
 
     def tree_reset(self) -> None:
-        """Whatever the last iteration was about is over."""
+        """The tree was reset: the last iteration is forgotten."""
 
     def before_shards_read(self, unit: Unit, what: str) -> None:
-        """The shards are about to be ``what``, "saved" or "copied"; this may refuse."""
+        """The shards are about to be ``what``, "saved" or "copied"; this may raise."""
 
     def before_shards_written(self, unit: Unit) -> None:
-        """Values are about to be loaded into the shards; this may refuse."""
+        """Values are about to be loaded into the shards; this may raise."""
 
     def gathered_for_user(self, unit: Unit) -> None:
-        """A user has called ``unshard`` and may now read and write what is gathered."""
+        """A user has called ``unshard`` and may now read and write gathered parameters."""
 
     def before_user_reshards(self, unit: Unit) -> None:
         """A user has called ``reshard``; ``unit`` may be gathered still."""
@@ -197,13 +198,13 @@ class TreePart(GatherEvents):
 _Part = TypeVar("_Part", bound=TreePart)
 
 
-# An event that nobody hears: it does nothing, whatever it is told. (In C: a function in Python
-# costs a frame, and hooks tell of many events.)
+# An event without listeners: it accepts any arguments and does nothing. (In C: a function in Python
+# costs a frame, and hooks call many events.)
 UNHEARD: Callable[..., Any] = type.__prepare__
 
 
 class _Telling:
-    """Events of one kind: a method of ``base`` calls those of parts, in turn, that override it."""
+    """Events of one kind: each method of ``base`` calls it on all parts that override it."""
 
     base: ClassVar[type]
 
@@ -222,13 +223,13 @@ def _call_all(methods: Sequence[Callable[..., None]], *args: Any) -> None:
 
 
 class UnitEvents(_Telling, UnitPart):
-    """What happens to all units."""
+    """The events of all units."""
 
     base = UnitPart
 
 
 class TreeEvents(_Telling, TreePart):
-    """What happens in one tree."""
+    """The events of one tree."""
 
     base = TreePart
 
@@ -237,7 +238,7 @@ class Registry:
     """The parts of this process, in the order of `parts.py` once that has called `arrange`.
 
     Attributes:
-        on: what those that hear of all units hear.
+        on: the events of all units.
         trees: the runtimes that these parts follow.
     """
 
@@ -248,7 +249,7 @@ class Registry:
         self.on = UnitEvents(())
 
     def add(self, part: type[TreePart] | UnitPart) -> None:
-        """Register a part; trees that have run already do without a `TreePart`."""
+        """Register a part; trees that have run already do not get a new `TreePart`."""
         if isinstance(part, UnitPart):
             self.unit_parts.append(part)
             self.on = UnitEvents(self.unit_parts)
@@ -256,7 +257,7 @@ class Registry:
             self.tree_parts.append(part)
 
     def require(self, part: object, method: str) -> None:
-        """Refuse ``method``, which would do nothing without ``part``.
+        """Reject ``method`` if ``part`` is not registered, as it would have no effect.
 
         Raises:
             RuntimeError: if ``part``, of either kind or a wrapper of transports, is not registered.
@@ -268,13 +269,13 @@ class Registry:
             )
 
     def arrange(self, modules: Sequence[str]) -> None:
-        """Let parts hear in the order of the modules that define them, whichever came first."""
+        """Sort parts by the order of the modules that define them."""
         self.tree_parts.sort(key=lambda part: modules.index(part.__module__))
         self.unit_parts.sort(key=lambda part: modules.index(type(part).__module__))
         self.on = UnitEvents(self.unit_parts)
 
     def place_of(self, part: TreePart) -> int:
-        """The place of ``part`` among those that hear of a tree."""
+        """The place of ``part`` among the parts of a tree."""
         kinds = self.tree_parts
         return next((i for i, kind in enumerate(kinds) if isinstance(part, kind)), len(kinds))
 
@@ -287,7 +288,7 @@ class Followed:
 
     Attributes:
         registry: of the parts that may follow it.
-        on: what those hear that do.
+        on: the events for the parts that follow it.
     """
 
     registry: Registry = registry
@@ -299,11 +300,11 @@ class Followed:
         return next((part for part in self._parts if isinstance(part, kind)), None)
 
     def add(self, part: TreePart) -> None:
-        """Let ``part`` hear of this tree from the next event on, at its place in the registry."""
+        """Give ``part`` the events of this tree from now on, at its place in the registry."""
         self._parts = sorted([*self._parts, part], key=self.registry.place_of)
         self.on = TreeEvents(self._parts)
 
     def remove(self, part: TreePart) -> None:
-        """Tell ``part`` nothing any more."""
+        """Stop calling ``part``."""
         self._parts = [each for each in self._parts if each is not part]
         self.on = TreeEvents(self._parts)

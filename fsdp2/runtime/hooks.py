@@ -1,13 +1,14 @@
 """The hooks of a unit: on its modules' forward, and on the borders of its part of the graph.
 
-Forward hooks call the runtime before and after forward. For backward, a hook on each output
-tensor says that backward is about to enter the unit. At the input a view takes the tensor's place,
-and the node of the view says that backward has left the unit: the engine reaches it when the
-gradient of the input is complete, after every operator of the unit that uses it. Unlike the result
-of an autograd function, a view may be changed in place. If no input needs a gradient (integer ids),
-there is no such node. Then hooks on the accumulation of the parameters' gradients start the
-reduction after the last one. They free nothing, since a frozen weight may still be needed for an
-input gradient.
+Forward hooks call the runtime before and after forward. For backward, a hook on each output tensor
+reports that backward is about to enter the unit. At the input, a view replaces the tensor, and a
+hook on the view's node reports that backward has left the unit. The engine reaches this node when
+the gradient of the input is complete, after every operator of the unit that uses it. Unlike the
+result of an autograd function, a view may be changed in place.
+
+If no input needs a gradient (integer ids), there is no such node. Then hooks on the accumulation of
+the parameters' gradients start the reduction after the last one. They free nothing, since a frozen
+weight may still be needed for an input gradient.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ Leave = Callable[[Grads], None]
 
 
 class Crossing:
-    """Backward leaves a forward by several nodes: by the last of them that runs.
+    """Detects that backward leaves a forward with several nodes, when the last of them runs.
 
-    Holds none of them, since they hold it: a cycle in a graph that is dropped without a backward
-    would keep all that the graph has saved until the garbage collector runs. Handles of their hooks
-    tell which are still there.
+    It does not refer to the nodes, since they refer to it: if a graph is dropped without a
+    backward, a cycle would keep everything the graph has saved until the garbage collector runs.
+    Handles of their hooks show which nodes still exist.
     """
 
     __slots__ = ("_awaited", "_backward", "_handles", "_leave", "_pass_on", "_runtime")
@@ -72,8 +73,8 @@ class Crossing:
     def crossed(self, grads: Grads, num_nodes: int = 1) -> None:
         """Backward has come to one node, and will not come to the other ``num_nodes - 1``."""
         if self._backward is not self._runtime.backward:
-            # Those of inputs that nothing has used are gone. If backward does not come to one of
-            # the others, what is left to do is done when it ends.
+            # Nodes of inputs that nothing has used are gone. If backward does not reach one of the
+            # others, the rest is done when it ends.
             self._backward = self._runtime.backward
             self._awaited = sum(handle.hooks_dict_ref() is not None for handle in self._handles)
         self._awaited -= num_nodes
@@ -81,7 +82,7 @@ class Crossing:
 
 
 def watch_base(base: torch.Tensor, inputs: object, enter: Callable[..., None]) -> None:
-    """Watch the node that made ``base``, of which an output is a view.
+    """Watch the node that made ``base``; an output is a view of it.
 
     Changing the view in place rewrites its history, and the hook on it is lost.
     """
@@ -94,7 +95,7 @@ def watch_base(base: torch.Tensor, inputs: object, enter: Callable[..., None]) -
 class Border(torch.autograd.Function):
     """Identity on several tensors, with one node; its backward reports and passes gradients.
 
-    For tensors of which a view may not be made.
+    For tensors that cannot be viewed.
     """
 
     @staticmethod
@@ -115,10 +116,10 @@ class Marks(Protocol):
     """Another way to mark inputs and outputs."""
 
     def mark_inputs(self, leave: Leave, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """What takes the places of ``inputs``; backward calls ``leave`` with their gradients."""
+        """Replacements of ``inputs``; backward calls ``leave`` with their gradients."""
 
     def mark_output(self, enter: Callable[[Any], None], output: torch.Tensor) -> torch.Tensor:
-        """What takes the place of ``output``; backward calls ``enter`` with its gradient."""
+        """The replacement of ``output``; backward calls ``enter`` with its gradient."""
 
 
 # Inside a transform of ``torch.func``, where hooks on tensors and their nodes are lost; the last
@@ -129,7 +130,7 @@ marks_in_transforms: list[Marks] = []
 class UnitHooks:
     """Hooks of one unit, registered on its modules."""
 
-    # What is asked for hooks of another class, one after the other: see `made_for`.
+    # These are asked in turn for hooks of another class: see `made_for`.
     kinds: ClassVar[list[Callable[[Unit], type[UnitHooks] | None]]] = []
 
     @staticmethod
@@ -139,8 +140,8 @@ class UnitHooks:
         made = unit.hooks = next(filter(None, found), UnitHooks)(unit)
         return made
 
-    # What is called after forward with its inputs. `StepState.input_nodes` has what stands for
-    # them: by the id of a view its node, and what watches that.
+    # Called after forward with its inputs. `StepState.input_nodes` maps the id of each view of an
+    # input to its node and the object that watches it.
     input_followers: ClassVar[list[Callable[[UnitHooks, tuple, dict], None]]] = []
 
     def __init__(self, unit: Unit) -> None:
@@ -154,21 +155,21 @@ class UnitHooks:
         self._cast_output = (
             cast_floating(policy.output_dtype) if policy.output_dtype is not None else None
         )
-        self.inside_method = False  # of one that runs like a forward
+        self.inside_method = False  # in a method that runs like a forward
         # For units whose inputs need no gradient.
         self._watching = False
         self._watched: list[RemovableHandle] = []
         self._watched_generation = -1
         self._num_accumulated = 0
-        # Methods that run like a forward: the owner, the name, the method, and what wraps it.
+        # Methods that run like a forward: the owner, the name, the method, and its wrapper.
         self.methods: list[tuple[nn.Module, str, Callable[..., Any], Callable[..., Any]]] = []
         self.pre_forward_hook = skip_compile(self.pre_forward)
         self.post_forward_hook = skip_compile(self.post_forward)
 
     def install(self) -> None:
         """Register the hooks of forward."""
-        # Before the pre-hooks and after the hooks that a module has already: those may compute with
-        # its parameters, as those of `torch.nn.utils.weight_norm` do. Hooks that are registered
+        # Before the pre-hooks and after the hooks that a module has already: these may compute with
+        # its parameters, as the hooks of `torch.nn.utils.weight_norm` do. Hooks that are registered
         # later see the sharded parameters after forward.
         for module in self.unit.modules:
             module.register_forward_pre_hook(self.pre_forward_hook, prepend=True, with_kwargs=True)
@@ -189,13 +190,13 @@ class UnitHooks:
         if self.inside_method:
             return self._cast_inputs(args, kwargs)
         outside_torch_modes(self._gather, module)
-        # Inside the modes again: what computes in the place of parameters, and the cast of inputs,
-        # are part of the user's computation, which transforms and autograd have to see.
+        # Inside the modes again: stand-ins for parameters and the cast of inputs are part of the
+        # user's computation, which transforms and autograd must see.
         self.unit.runtime.on.before_compute(self.unit)
         args, kwargs = self._cast_inputs(args, kwargs)
         if torch.is_grad_enabled():
             if self.unit.step.running <= 1:
-                # Of forwards that raised, and of inputs that a hook of the user's has replaced.
+                # From forwards that raised, and from inputs that a user's hook has replaced.
                 self.unit.step.input_nodes = {}
             if not torch._C._len_torch_function_stack():
                 return self._mark_inputs(args, kwargs)
@@ -268,7 +269,7 @@ class UnitHooks:
 
     def _mark_inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Put a node on the inputs whose backward runs after the whole unit's."""
-        # Not a full backward hook of nn.Module: that wraps inputs and outputs in nodes of its own,
+        # Not a full backward hook of nn.Module: that wraps inputs and outputs in its own nodes,
         # forbids changing them in place, and reaches only tensors in positional arguments.
         marks = marks_in_transforms[-1:] if is_transformed() else None
         self._watching = False
@@ -302,12 +303,12 @@ class UnitHooks:
         return map_tensors(lambda t: replaced.get(id(t), t), (args, kwargs))
 
     def _has_views(self, tensor: torch.Tensor) -> bool:
-        """Whether a view of the whole is as good as ``tensor``."""
+        """Whether a view of the whole tensor can replace ``tensor``."""
         plain = type(tensor) is torch.Tensor or type(tensor) is nn.Parameter
         return plain and tensor.layout is torch.strided and not tensor.is_nested
 
     def crossing(self) -> Crossing:
-        """What tells when backward has left by the last of several nodes."""
+        """An object that detects when backward has left by the last of several nodes."""
         return Crossing(runtime_of(self.unit), self.leave_backward, self.tell_left)
 
     def enter_backward(self, forward: Forward, grad: Any) -> None:
@@ -321,9 +322,9 @@ class UnitHooks:
             runtime.pre_backward(unit, forward)
             return
         self._num_accumulated = 0
-        # The engine knows only now, while it runs, which of its nodes it is going to execute. A run
-        # without `inputs`, in which alone it allows reentrant checkpoints, accumulates everything;
-        # the nodes of what is in such a checkpoint are those of another run, inside this one.
+        # Only now, while the engine runs, can one ask which nodes it will execute. A run without
+        # `inputs` accumulates everything. Only such a run may have reentrant checkpoints, whose
+        # nodes belong to another run inside this one.
         everything = Variable._execution_engine.is_checkpoint_valid()
         accumulates = everything or unit.gradients.will_accumulate()
         runtime.pre_backward(unit, forward, accumulates=accumulates)
@@ -340,7 +341,7 @@ class UnitHooks:
 
     def _watch_accumulation(self) -> None:
         """No input needs a gradient: count accumulated gradients instead."""
-        # Chosen anew in each forward: the input of the same unit may need a gradient in one
+        # Chosen again in each forward: the input of the same unit may need a gradient in one
         # (saliency, adversarial batches) and not in the next.
         self._watching = True
         self.notice_accumulation()
@@ -351,7 +352,7 @@ class UnitHooks:
         if self._watched_generation == unit.param_group.generation:
             return
         # The hooks are on the unsharded parameters, which stay the same until the unit is planned
-        # anew or thawed. Registering them in each forward would cost per parameter and step.
+        # again or thawed. Registering them in each forward would cost per parameter and step.
         self._watched_generation = unit.param_group.generation
         for handle in self._watched:
             handle.remove()
@@ -373,11 +374,11 @@ class UnitHooks:
     def _accumulated(self) -> None:
         unit = self.unit
         # A unit whose parameters were used without a forward (`unshard`) has no hook on an output:
-        # this may be the first that the runtime hears of the backward.
+        # for the runtime, this may be the first sign of the backward.
         runtime = runtime_of(unit)
         runtime.begin_backward()
         # Ranks that use different parameters count different gradients. They reduce at the end of
-        # backward, where all of them come.
+        # backward, which all of them reach.
         if not self._watching or unit.config.reduce_unused:
             return
         self._num_accumulated += 1
@@ -395,7 +396,7 @@ def about_to_write(unit: Unit) -> None:
     if unit.runtime is not None:
         runtime = runtime_of(unit)
         runtime.on.before_shards_written(unit)
-        runtime.reshard(unit)  # what was gathered is about to be out of date
+        runtime.reshard(unit)  # gathered values are about to be out of date
         # The load comes after the optimizer step that the event marks: with it, the next gather
         # would read the shards before they are written.
         runtime.optimizer_event = None
@@ -438,8 +439,8 @@ class StateDictHooks:
             self._entered.append(nullcontext())
             return
         self.unit.registration.check_writes()
-        # A stack: ``state_dict`` of a module calls that of its children before the post-hook, and
-        # both may own parameters of this unit.
+        # A stack: ``state_dict`` of a module calls the ``state_dict`` of its children before the
+        # post-hook, and both may own parameters of this unit.
         self._entered.append(self.unit.registration.showing_sharded())
         self._entered[-1].__enter__()
 

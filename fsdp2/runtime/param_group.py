@@ -1,7 +1,7 @@
-"""What a unit is made of: parameters, the buckets that store them, and their transports.
+"""The contents of a unit: parameters, the buckets that store them, and their transports.
 
-All of it is planned when the unit takes its parameters over, and again whenever a user replaces
-one. Nothing here knows whether the unit is gathered: `unit` does.
+All of it is planned when the unit takes over its parameters, and again whenever a user replaces
+one. Nothing here depends on whether the unit is gathered; `unit` keeps track of that.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from ..sharding.process_groups import num_hosts
 from .registration import Registration
 from .unit_config import UnitConfig
 
-# Parameters of one bucket have the same mesh, dtypes of computation, shards and gradients (set, and
-# which), and are trained or not; an extension is alone in its own.
+# Parameters of one bucket share the mesh, the dtypes of computation, shards and gradients, and
+# whether they are trained. A parameter with an extension has its own bucket.
 _Grad = tuple[bool, torch.dtype | None]
 _Kind = tuple[DataParallelMesh, torch.dtype, torch.dtype, bool, _Grad, ShardedParam | None]
 
-# Classes of buckets that an extension has to itself; the last one is used.
+# Classes of buckets with a single extension; the last one is used.
 own_buckets: list[type[Bucket]] = []
 
 requires_grad_of = attrgetter("requires_grad")
@@ -43,12 +43,12 @@ _version = attrgetter("_version")
 class Freezing:
     """Which parameters of a unit are trained.
 
-    Users freeze and thaw either form of a parameter: the sharded one, or what modules show instead.
+    Users freeze and thaw either form of a parameter: the sharded one, or the one in the modules.
 
     Attributes:
         shown: all objects that may be frozen.
-        trains: whether each of them was trained when all were last made alike.
-        in_graph: the unsharded parameters that are trained in the forwards of now.
+        trains: whether each of them was trained when they were last brought into agreement.
+        in_graph: the unsharded parameters that are trained in the current forwards.
     """
 
     def __init__(self) -> None:
@@ -58,10 +58,10 @@ class Freezing:
         self._params: list[tuple[ShardedParam, bool]] = []
 
     def adopt(self) -> bool:
-        """Freeze and thaw sharded parameters as users did with those that modules show instead.
+        """Freeze and thaw sharded parameters as users did with the parameters in the modules.
 
         Returns:
-            Whether users have frozen or thawed either; a `show` has to follow.
+            Whether users have frozen or thawed either form; a `show` must follow.
         """
         # (All in one list: one comparison, however many kinds there are.)
         if tuple(map(requires_grad_of, self.shown)) == self.trains:
@@ -73,9 +73,9 @@ class Freezing:
         return True
 
     def show(self, params: Iterable[ShardedParam]) -> None:
-        """Freeze and thaw what modules show like the sharded parameters, and remember what is so.
+        """Freeze and thaw the parameters in the modules like the sharded ones, and remember it.
 
-        All of them at once: one that was left behind would count as frozen or thawed by the user.
+        All of them at once: one that was left out would count as frozen or thawed by the user.
         """
         self._params = [(param, param.sharded.requires_grad) for param in params]
         self.shown, self.in_graph = [param.sharded for param, _ in self._params], []
@@ -90,7 +90,7 @@ class Freezing:
 
 
 def _shown_instead(param: ShardedParam) -> list[nn.Parameter]:
-    """What modules may show instead of a sharded parameter, and can be trained."""
+    """Trainable parameters that modules may hold instead of a sharded parameter."""
     others = [other for other in (param.unsharded, param.secondary) if other is not None]
     return [other for other in others if other.is_floating_point() or other.is_complex()]
 
@@ -108,17 +108,17 @@ class ParamGroup:
         freezing: which of ``params`` are trained.
         dirty: sharded parameters were replaced: plan again before the next use.
         materialized: whether everything that a gather needs has been made.
-        num_plans: how often it has: graphs refer to the storages of one time.
+        num_plans: how often it was made: graphs refer to the storages of one plan.
         incomplete: whether the next gather makes unsharded parameters (of tensor subclasses).
         generation: a counter that grows when unsharded parameters are made, frozen or thawed.
-        reduce_plans: those that backwards have needed so far; each key begins with the index of the
-            bucket.
+        reduce_plans: the plans that backwards have needed so far; each key begins with the index
+            of the bucket.
     """
 
     bucket_type: type[Bucket] = Bucket  # `fsdp2.planning` has one without memory
     transports_type: type[MeshTransports] = MeshTransports
-    num_hosts = staticmethod(num_hosts)  # and knows them of groups that are planned
-    resharder = staticmethod(resharder)  # and has one of its own
+    num_hosts = staticmethod(num_hosts)  # also replaced there, for planned groups
+    resharder = staticmethod(resharder)  # also replaced there
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class ParamGroup:
         self.register_sharded()
 
     def choose_offload(self) -> None:
-        """Ask an offload policy that goes by the size of the unit, if it is one (`shard_model`)."""
+        """Ask an offload policy that depends on the size of the unit (`shard_model`)."""
         # Now that sizes are known, and before there is memory: a parameter whose shard moves to
         # another device has to be another object.
         choose = getattr(self._config.offload_policy, "for_unit", None)
@@ -211,12 +211,12 @@ class ParamGroup:
         batches = self.device.type != "cpu" and not config.comm_options.gathers_flat
         groups: dict[_Kind, list[ShardedParam]] = {}
         for param in self.params:
-            # The class decides what is gathered in its place, and how many tensors that is.
+            # The class decides which tensors are gathered in its place, and how many.
             alone = param if param.extension else None
-            # Frozen ones apart: no gradients of theirs are stored or reduced, and they may be kept.
+            # Frozen ones apart: their gradients are not stored or reduced, and they may be kept.
             trained = param.sharded.requires_grad
             # By gradient dtype: a reduction sums in one dtype (gloo corrupts mixed ones). So the
-            # first parameter of a bucket tells what was set on all of them.
+            # first parameter of a bucket stands for all of them.
             grad = (param.grad_dtype_is_set, param.grad_dtype)
             key = (param.mesh, param.compute_dtype, param.dtype, trained, grad, alone)
             groups.setdefault(key, []).append(param)
@@ -242,7 +242,7 @@ class ParamGroup:
         self._forget_plans()
 
     def _reduce_dtype_of(self, param: ShardedParam) -> torch.dtype:
-        """The policy's dtype; else one that holds every gradient of the unit without loss."""
+        """The policy's dtype; else one that can represent every gradient of the unit exactly."""
         chosen_dtype = self._config.mp_policy.reduce_dtype
         if chosen_dtype is not None:
             return sum_dtype(param.dtype, chosen_dtype)
@@ -259,7 +259,7 @@ class ParamGroup:
         return _own_grad_dtype(param)
 
     def where_shards_are(self) -> list[object]:
-        """What differs for each parameter after a move or cast of it, and after nothing else."""
+        """Per parameter, an object that changes if and only if the parameter is moved or cast."""
         return [
             (id(p.sharded), p.local.dtype, t.untyped_storage()._cdata, t.storage_offset())
             for p in self.params
@@ -310,13 +310,13 @@ class ParamGroup:
         self.reduce_plans.clear()
         self._gather_batches.clear()
         if self._config.comm_options.policy is not None:
-            # They keep what rounding took from gradients, laid out as the buckets were.
+            # They keep the rounding errors of gradients, laid out as the buckets were.
             self.transports.clear()
 
     def gather_batch(self, plans: Sequence[GatherPlan]) -> GatherBatch:
         """The gathers of several buckets over the same ranks, as one batch that is made once."""
-        # Which plans come together varies: a cached bucket sits a gather out, and a
-        # `SecondarySource` has a plan of its own.
+        # The set of plans varies: a cached bucket is not gathered, and a `SecondarySource` has its
+        # own plan.
         key = tuple(plans)
         batch = self._gather_batches.get(key)
         if batch is None:
@@ -344,19 +344,19 @@ class ParamGroup:
     # -- what the first gather needs --------------------------------------------------------
 
     def apply_pending_changes(self) -> None:
-        """Plan again what users have changed since the buckets were made."""
+        """Plan again after changes that users made since the buckets were made."""
         self.adopt_grad_dtypes()
         if self.dirty or _mixes_frozen(self.buckets):
             self.reshard_storage()
 
     def materialize(self, *, reshard_to: bool | int, split: bool) -> None:
-        """Make what is needed from the first gather on: transports, gathered storages, views.
+        """Make everything that the first gather needs: transports, gathered storages, views.
 
         After `apply_pending_changes`.
 
         Args:
             reshard_to: as of ``reshard_after_forward``: a number of ranks, or all of them.
-            split: give large parameters memory of their own.
+            split: give large parameters separate memory.
 
         Raises:
             RuntimeError: if parameters are still on the meta device.
@@ -450,14 +450,14 @@ class ParamGroup:
         """Freeze and thaw the other forms of parameters as the sharded ones are.
 
         Args:
-            midway: between a forward and its backward: autograd gives no gradients to what is
-                frozen then.
+            midway: between a forward and its backward: autograd gives no gradients to parameters
+                that are frozen then.
         """
         freezing = self.freezing
         in_graph = freezing.in_graph
         freezing.show(self.params)
-        # Hooks were registered on what was trained before: they are registered again. Not now, as
-        # the graph is that of before: the next forward sees a change as well.
+        # Hooks are on the parameters that were trained before, so they must be registered again.
+        # Not now, as the graph is still the former one: the next forward sees the change.
         if midway:
             freezing.trains, freezing.in_graph = (), in_graph
         else:
@@ -481,14 +481,14 @@ def _own_bucket(param: ShardedParam) -> type[Bucket]:
 
 
 def _own_grad_dtype(param: ShardedParam) -> torch.dtype:
-    """The dtype of its gradient before the sum over ranks: as set, or that of the parameter."""
+    """The dtype of its gradient before the sum over ranks: as set, or the parameter's dtype."""
     if not param.grad_dtype_is_set:
         return param.dtype
     return param.compute_dtype if param.grad_dtype is None else param.grad_dtype
 
 
 def _policy_for(param: ShardedParam, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """``policy`` with the dtype chosen for ``param``: what an extension is told."""
+    """``policy`` with the dtype chosen for ``param``, to pass to an extension."""
     if param.param_dtype == policy.param_dtype:
         return policy
     return replace(policy, param_dtype=param.param_dtype)
@@ -496,7 +496,7 @@ def _policy_for(param: ShardedParam, policy: MixedPrecisionPolicy) -> MixedPreci
 
 def _mixes_frozen(buckets: Sequence[Bucket]) -> bool:
     """Whether a bucket has frozen and trained parameters: some were frozen or thawed since."""
-    # Buckets that are planned anew lose the sums that wait in them for an all-reduce.
+    # Buckets that are planned again lose the sums that wait in them for an all-reduce.
     if any(bucket.partial.present for bucket in buckets):
         return False
     kinds = ({p.sharded.requires_grad for p in bucket.params} for bucket in buckets)

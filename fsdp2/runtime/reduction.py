@@ -1,14 +1,14 @@
 """A unit's gradients on their way from the tensors autograd made to ``.grad`` of the shards.
 
-A `Reduction` takes the gradients of one bucket there. Its states, one function per transition::
+A `Reduction` processes the gradients of one bucket. It has one function per transition::
 
     launch()   -> reduce-scatter started     gradients, sum buffer and output are held
     advance()  -> (HSDP) all-reduce started  the reduce-scatter is done, its inputs are freed
     complete() -> .grad attached             everything but the sharded gradient is released
 
 [Note: the same steps on two kinds of devices]
-``reduce-scatter, (HSDP) all-reduce, scale, hooks, write back``: these are the steps everywhere, but
-they run at different times.
+All devices run the same steps (``reduce-scatter, (HSDP) all-reduce, scale, hooks, write back``),
+but at different times.
 
 - *Stream-ordered*: `launch` enqueues all of them, since streams keep their order without the host.
   `complete` makes compute wait for one event. Until then gradients, sums and partial sums are held
@@ -49,13 +49,13 @@ from .unit_config import UnitConfig
 _nbytes_of, _replicate_of = attrgetter("nbytes"), attrgetter("replicate")
 
 
-# A parameter, its gradient, and how often that was written once something was added to it. Users
-# may drop the gradient before the iteration ends: its memory is to go then.
+# A parameter, its gradient, and the gradient's write counter after the addition. Users may drop the
+# gradient before the iteration ends, so the reference is weak and its memory can be freed.
 Added = tuple[ShardedParam, weakref.ref[torch.Tensor], int]
 
 
-# Called with this rank's part of a reduced gradient whose parameter has hooks, before that is added
-# to ``.grad``; returns what takes its place. The last one is used.
+# Called with this rank's part of a reduced gradient whose parameter has hooks, before it is added
+# to ``.grad``; returns its replacement. The last one is used.
 result_hooks: list[Callable[[ShardedParam, torch.Tensor], torch.Tensor]] = []
 
 
@@ -64,9 +64,9 @@ class Reduction:
 
     Args:
         grads: for each parameter the local gradient, contiguous, or None. All None: nothing new,
-            only what earlier reductions over shards have left in ``bucket.partial``.
-        transports: those over the ranks that share the parameters (none with one shard) and over
-            the ranks that hold the same shard, if any. With neither, nothing is communicated.
+            only the sums that earlier reductions over shards have left in ``bucket.partial``.
+        transports: over the ranks that share the parameters (none with one shard), and over the
+            ranks that hold the same shard, if any. With neither, nothing is communicated.
         config: the unit's settings, read now: users may change them before `complete`. Without
             ``all_reduce_grads``, the result is added to ``bucket.partial`` and waits there for a
             later reduction. The ``all_reduce_hook`` is called with each contiguous part of the
@@ -101,7 +101,7 @@ class Reduction:
         # None before it is chosen and after the release, where nothing reads it.
         self.output: ReductionOutput = None  # type: ignore[assignment]
         self.dtensors: Sequence[torch.Tensor] | dict[int, torch.Tensor] = ()
-        self._fresh: Collection[int] = ()  # whose result is in `dtensors`, not added to ``.grad``
+        self._fresh: Collection[int] = ()  # their results are in `dtensors`, not added to ``.grad``
         self._finish: Finish = done
         self._event: Event = None
         self._advanced = False
@@ -115,18 +115,18 @@ class Reduction:
     # -- transitions ------------------------------------------------------------------------
 
     def launch(self, streams: Streams) -> None:
-        """Start the reduce-scatter; on stream-ordered devices everything that follows too."""
+        """Start the reduce-scatter; on stream-ordered devices also the steps after it."""
         if self.is_local:
             # Adopted by `complete`, not here: a backward that fails first drops them like any other
             # gradients, and ``.grad`` is attached in the order of launches.
             self.bucket.in_flight |= self.plan.covered
             self._event = streams.reduced()
             return
-        # On compute's stream, as gradients are its to free; and before `in_flight` counts this
-        # reduction, since one on its way hides references of users (see `referenced_outside`).
+        # On compute's stream, which owns the memory of gradients; and before `in_flight` counts
+        # this reduction, which would hide references of users (see `referenced_outside`).
         try:
             self._choose_output()
-        except BaseException:  # out of memory: nothing of it is on its way, for `discard` to end
+        except BaseException:  # out of memory: nothing was sent that `discard` would wait for
             self._event, self._advanced = streams.reduced(), True
             raise
         self.bucket.in_flight |= self.plan.covered
@@ -151,15 +151,15 @@ class Reduction:
             self._run_finish()
         finally:
             self._advanced = self._finish is done
-        # Messages have read them until now. The all-reduce does not: they are not held for it.
+        # Messages have read the gradients until now. The all-reduce does not need them.
         self.grads = ()
         if self.replicate is not None:
             self._reduce_over_replicas()
 
     def _advance_on_stream(self, streams: Streams) -> None:
-        """Stream-ordered devices: enqueue all that follows the reduce-scatter."""
-        # Without an all-reduce now, what follows stays on the stream of the reduce-scatter, or
-        # continues on the user's; with one, its own stream lets the next reduce-scatter start
+        """Stream-ordered devices: enqueue all steps after the reduce-scatter."""
+        # Without an all-reduce now, these steps stay on the stream of the reduce-scatter, or
+        # continue on the user's. With one, its separate stream lets the next reduce-scatter start
         # meanwhile.
         if self.replicate is None or self.waits:
             context = streams.reducing(then_on=self.hook_stream)
@@ -193,7 +193,7 @@ class Reduction:
             self.wait_on_host(streams)  # an optimizer in backward steps on the host
         called_hooks = not self.waits and self._attach()
         self._release()
-        if called_hooks:  # of an optimizer in backward, which may have dropped them again
+        if called_hooks:  # an optimizer in backward may have dropped the gradients again
             self.bucket.release_gradients()
         return self._attached
 
@@ -201,7 +201,7 @@ class Reduction:
         """Like `complete`, for a backward that failed: wait, but attach nothing.
 
         Without the wait, peers' messages would be written into freed memory, and the next use of
-        the group would receive them in place of its own.
+        the group would receive these messages.
         """
         self._wait(streams)
         self._release()
@@ -209,7 +209,7 @@ class Reduction:
             param.grad = None
 
     def wait_on_host(self, streams: Streams) -> None:
-        """Of one that is complete, with offloaded gradients: wait until they are there."""
+        """After `complete`, with offloaded gradients: wait until they are in host memory."""
         streams.wait_on_host(self._event)
 
     def _wait(self, streams: Streams) -> None:
@@ -265,8 +265,8 @@ class Reduction:
         if self.waits:
             bucket.partial.allocate(dtype)
         self.output = self.output_type(store, dtype, in_place=in_place)
-        # Made once, with the store: to wrap gradients in DTensors in every backward would cost more
-        # than the launch of their collective.
+        # Made once, with the store: wrapping gradients in DTensors in every backward would cost
+        # more than the launch of their collective.
         self.dtensors = store.dtensors
 
     def _start(self) -> None:
@@ -288,7 +288,7 @@ class Reduction:
             )
 
     def _reduce_over_replicas(self) -> None:
-        """Start the all-reduce of what was reduced over shards, or leave it to a later backward."""
+        """Start the all-reduce of the sums over shards, or leave it to a later backward."""
         if self.waits:
             self.bucket.partial.add(self.output.flat, self.plan)
         elif self.replicate is not None:
@@ -330,13 +330,13 @@ class Reduction:
         self._finish = done  # a second wait for a message would write its data again
 
     def _parts(self) -> list[torch.Tensor]:
-        """What the all-reduce takes: merged neighbours, if it need not know single parameters."""
+        """The tensors to all-reduce: merged neighbours, or one per parameter if it needs these."""
         cut = getattr(self.replicate, "cut", None)
         output = self.output
         return output.ranges(self.plan) if cut is None else cut(self.bucket, self.plan, output.flat)
 
     def _call_result_hooks(self) -> None:
-        """Call users' hooks, which may change what is about to be added to ``.grad``."""
+        """Call users' hooks, which may change the values before they are added to ``.grad``."""
         bucket, output = self.bucket, self.output
         for i in self.plan.present:
             param = bucket.params[i]
@@ -369,21 +369,21 @@ class Reduction:
                 self._add_to_grad(params[i], value.to(local_of(grad).device))
 
     def _add_to_grad(self, param: ShardedParam, value: torch.Tensor) -> None:
-        """Add to the ``.grad`` that earlier backwards have left, and note that."""
+        """Add to the ``.grad`` of earlier backwards, and record it."""
         grad = param.sharded.grad
         assert grad is not None
         local_of(grad).add_(value)
         self.added.append((param, weakref.ref(grad), _writes_to(grad)))
 
     def _attach(self) -> bool:
-        """Attach ``.grad``; returns whether hooks of users were called then."""
+        """Attach ``.grad``; returns whether this called users' hooks."""
         params, called_hooks = self.bucket.params, False
         for i in self.plan.present:
             sharded = params[i].sharded
             if i in self._fresh:
                 if sharded.grad is None:
                     self._attached.append(sharded)
-                else:  # autograd left one meanwhile, of a use of the shard itself
+                else:  # autograd left one meanwhile, from a use of the shard itself
                     _add(sharded.grad, to=self.dtensors[i])
                 sharded.grad = self.dtensors[i]
             hooks = sharded._post_accumulate_grad_hooks
@@ -417,7 +417,7 @@ class ReductionsInFlight:
     Attributes:
         max_bytes: bytes of gradients that may be in flight before compute waits for the oldest.
         attached: the sharded parameters that had no ``.grad`` until this iteration.
-        added: what this iteration has added to the ``.grad`` of others.
+        added: the additions of this iteration to the ``.grad`` of other parameters.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -446,7 +446,7 @@ class ReductionsInFlight:
 
         Args:
             max_units: how many units may be in flight; None: ``max_bytes`` limits them.
-            tell: called before and after each is completed; also, whether it is.
+            tell: called before and after each is completed, with False and True.
         """
         # [Note: the order of launches]
         # 1. Room is made before the launch, which allocates: the other way round the limit on
@@ -532,7 +532,7 @@ class ReductionsInFlight:
         self._launched.popleft()
 
     def abandon(self, streams: Streams) -> None:
-        """Wait for what a failed backward has launched, and attach nothing of it."""
+        """Wait for the reductions of a failed backward, and attach no gradients."""
         for launched in self._launched:
             for reduction in launched.reductions:
                 reduction.discard(streams)
@@ -540,11 +540,11 @@ class ReductionsInFlight:
         self._launched.clear()
 
     def discard(self, streams: Streams) -> list[ShardedParam]:
-        """Drop what a failed backward has made; earlier gradients stay.
+        """Drop the gradients of a failed backward; earlier gradients stay.
 
         Returns:
-            The parameters whose ``.grad`` was of earlier backwards and has a part of this one in
-            it, unless users have dropped or written it since: it is dropped, too.
+            The parameters whose earlier ``.grad`` includes a part of this backward, and was
+            therefore dropped too (unless users have dropped or written it since).
         """
         num_waited = len(self.added)
         self.abandon(streams)
@@ -555,7 +555,8 @@ class ReductionsInFlight:
             grad = each.sharded.grad
             if grad is None or grad is not into():
                 continue
-            # Compute may have overtaken what it has not waited for: then a write tells nothing.
+            # Compute may have overtaken reductions it has not waited for: then a write proves
+            # nothing.
             if i >= num_waited or _writes_to(grad) == num_writes:
                 each.sharded.grad = None
                 mixed.append(each)

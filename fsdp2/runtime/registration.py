@@ -2,8 +2,8 @@
 
 Swapping is one dictionary assignment per parameter, from lists made once. While plain modules hold
 sharded parameters, they also have a forward pre-hook, the guard: calling them without a gather
-raises an error that says what to do. While they hold unsharded ones there is no such hook, so
-computation pays nothing for it.
+raises an error with advice. While they hold unsharded ones there is no such hook, so it costs
+nothing during computation.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _replaced_text(unit_name: str, fqn: str, module: nn.Module, gone: bool) -> s
 
 _Columns = tuple[list[Any], list[Any], list[Any]]  # dictionaries, names and what they should hold
 
-# A dictionary, a name, what somebody else has put there, and in the place of what.
+# A dictionary, a name, what somebody else has put there, and what it replaced.
 Given = tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None, nn.Parameter]
 
 
@@ -52,7 +52,7 @@ class ModulesChanged(Exception):
 
 def _stands_in(given: object) -> bool:
     """Whether ``given`` is of a class for `Registration.register_stand_in`."""
-    # Not by the tensors in use: `torch.func.functional_call` puts back one that it has found.
+    # Not by the tensors in use: `torch.func.functional_call` puts back the tensor that it found.
     return getattr(type(given), "stands_in", False)
 
 
@@ -62,9 +62,9 @@ def put(given: Iterable[Given]) -> None:
         parameters[name] = value
 
 
-# Assignments of users after sharding are refused, since the next forward would overwrite them,
-# unless one of these says that a tensor is there for one forward only. They are called with the
-# first module of the unit, a parameter, and what all of its places hold.
+# Assignments of users after sharding are rejected, since the next forward would overwrite them,
+# unless one of these reports that a tensor is there for one forward only. They are called with the
+# first module of the unit, a parameter, and the tensors in all of its places.
 lenders: list[Callable[[nn.Module, ShardedParam, object], bool]] = []
 
 
@@ -72,13 +72,13 @@ class WriteGuard(Protocol):
     """Finds writes to the sharded parameters of one unit that do not reach its shards."""
 
     def follow(self, params: Sequence[ShardedParam]) -> None:
-        """Look at ``params`` from now on."""
+        """Watch ``params`` from now on."""
 
     def check(self, unit_name: str) -> None:
-        """Raises RuntimeError if there was one, once per write."""
+        """Raise RuntimeError if there was such a write, once per write."""
 
     def is_intact(self, sharded: torch.Tensor) -> bool:
-        """Whether there was none to this parameter."""
+        """Whether there was no such write to this parameter."""
 
 
 write_guards: list[Callable[[], WriteGuard]] = []  # each unit has one of each
@@ -88,7 +88,7 @@ GUARD = -1  # key in `_forward_pre_hooks`, which otherwise holds ids of handles 
 
 
 class Registration:
-    """What is registered in the modules that own the parameters of a unit.
+    """The parameters that are registered in the modules of a unit.
 
     Attributes:
         registered: "sharded", "unsharded" or "secondary".
@@ -98,7 +98,7 @@ class Registration:
     def __init__(self, unit_modules: tuple[nn.Module, ...]) -> None:
         """
         Args:
-            unit_modules: the modules of the unit, whose own hooks gather.
+            unit_modules: the modules of the unit; their hooks gather.
         """
         self.unit_modules = unit_modules
         self.unit_name = type(unit_modules[0]).__name__
@@ -117,7 +117,7 @@ class Registration:
         self.check_is_due = False
 
     def plan(self, params: Sequence[ShardedParam]) -> None:
-        """Make the lists: of ``params``, which were made anew or got other owners."""
+        """Make the lists over ``params``, which were made again or got other owners."""
         self._params = params
         self._by_module = None
         self._of_module.clear()
@@ -157,8 +157,8 @@ class Registration:
         """Make the modules hold their parameters of this kind.
 
         Args:
-            for_forward: False in backward, where modules run only to recompute: the guards, which
-                let that pass, may stay where they are.
+            for_forward: False in backward, where modules run only to recompute. The guards permit
+                that, so they may stay.
 
         Raises:
             RuntimeError: if a `check` is due and finds something; calling again registers.
@@ -180,13 +180,13 @@ class Registration:
     def check(self, follower: nn.Module | None = None) -> None:
         """Check, before forward, that the modules hold what they were last made to hold.
 
-        If a user put something else there, `register` would silently take it away.
+        If a user put something else there, `register` would silently remove it.
 
         Args:
-            follower: a module of the unit that runs right after another one of it, whose check was
-                passed. Only its own parameters are looked at: all of the unit's, for each of its
-                modules, would take time with the square of their number. The others' check is due
-                after the last of them, and before `register` takes anything away.
+            follower: a module of the unit that runs right after another one, whose check passed.
+                Only its own parameters are checked: checking the whole unit for each of its modules
+                would take quadratic time. A check of the whole unit is due after the last of them,
+                and before `register` removes anything.
 
         Raises:
             RuntimeError: if a parameter was replaced or removed, or a write to it was lost.
@@ -216,7 +216,7 @@ class Registration:
         )
 
     def given_by_others(self) -> list[Given]:
-        """What others have put in the place of what was registered."""
+        """Objects that others have put in the place of registered parameters."""
         return [
             (dictionary, name, given, own)
             for dictionary, name, own in zip(*self._expected[self.registered], strict=True)
@@ -224,7 +224,7 @@ class Registration:
         ]
 
     def _split_columns(self) -> dict[nn.Module, _Columns]:
-        """What each module of the unit, with those inside it, should hold while it computes."""
+        """What each module of the unit, with its submodules, should hold while it computes."""
         rows: dict[int, list[tuple[Any, Any, Any]]] = {}
         for row in zip(*self._expected["unsharded"], strict=True):
             rows.setdefault(id(row[0]), []).append(row)
@@ -246,7 +246,7 @@ class Registration:
     def shows_sharded(self, module: nn.Module) -> bool:
         """Whether ``module`` holds the sharded parameters it was given, and no write was lost.
 
-        False may also mean that only a look at the whole unit can tell.
+        False may also mean that only a check of the whole unit can tell.
         """
         if self.registered != "sharded" or self._stand_ins:
             return False
@@ -314,8 +314,8 @@ class Registration:
         unit_type = original_class(type(self.unit_modules[0])).__name__
         raise NotImplementedError(
             "copy.deepcopy of a module whose parameters belong to the sharded unit "
-            f"'{self.unit_name}' ({unit_type}) around it: copy that module, or give this one a "
-            "fully_shard of its own"
+            f"'{self.unit_name}' ({unit_type}) around it: copy that module, or call fully_shard on "
+            "this one too"
         )
 
     def _guard(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -331,5 +331,5 @@ class Registration:
             f"belong to the unit '{self.unit_name}' ({unit_type}), which gathers them only for its "
             "own forward. Call that module instead; for another method of it, like generate, call "
             "register_fsdp_forward_method(module, 'generate') once; or call unshard() on it before "
-            "and reshard() after, or give this submodule a fully_shard of its own"
+            "and reshard() after, or call fully_shard on this submodule too"
         )

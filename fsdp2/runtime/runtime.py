@@ -2,8 +2,8 @@
 
 A `Runtime` belongs to a root, the outermost sharded module. The hooks call it at four points of
 every unit (before and after forward and backward) and autograd calls it at the end of backward.
-It records the order in which units ran: the order of the last forward predicts what to gather next
-in this one, and the reverse of this forward what to gather next in backward.
+It records the order in which units ran. In forward, the order of the last forward predicts the next
+gather; in backward, the reverse order of this forward does.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class Runtime(Followed):
         units: all units, in the order of the module tree; ``root`` is the outermost.
         streams: the streams and the order between them.
         reductions: reductions that were launched and are not complete.
-        backward: the run of autograd that has come to the tree last.
-        in_backward: whether the last one is not over.
+        backward: the last run of autograd that has reached the tree.
+        in_backward: whether it is still running.
         is_last_backward: whether the end of the next backward waits for the reductions.
-        held_open: whether an iteration goes on after its backwards: gradients that no hook has
+        held_open: whether an iteration continues after its backwards: gradients that no hook has
             reduced stay where they are.
         schedule: what ran, what is expected, and where backward may still come to.
-        lookahead: what is gathered before it is needed.
-        residency: what stays gathered after forward and backward.
-        on: what parts of the library hear of this tree.
+        lookahead: decides what is gathered before it is needed.
+        residency: decides what stays gathered after forward and backward.
+        on: the events of this tree, for parts of the library.
     """
 
     def __init__(self, root: Unit, units: Sequence[Unit], device: torch.device) -> None:
@@ -91,8 +91,8 @@ class Runtime(Followed):
         Raises:
             ModulesChanged: if another runtime has to be built first.
         """
-        # Autograd calls nothing at the end of a backward that raised, so the first moment at which
-        # that can be seen is now.
+        # Autograd calls nothing at the end of a backward that raised, so this is the first moment
+        # to detect it.
         backward_raised = self.in_backward and not autograd_is_running()
         schedule = self.schedule
         # (None, where no root's forward has begun, encloses nothing.)
@@ -139,7 +139,8 @@ class Runtime(Followed):
     def release_gradients(self) -> None:
         """Free the memory of gradients that were dropped.
 
-        `zero_grad` of modules and optimizers calls it; a forward does for what was dropped by hand.
+        `zero_grad` of modules and optimizers calls it. A forward calls it for gradients that were
+        dropped by hand.
         """
         for unit in self.units:
             for bucket in unit.param_group.buckets:
@@ -147,14 +148,14 @@ class Runtime(Followed):
                     bucket.release_gradients()
 
     def before_zero_grad(self) -> None:
-        """Let compute wait for what a backward that raised still adds to gradients: users may write
-        them next."""
+        """Let compute wait for the additions to gradients of a backward that raised: users may
+        write the gradients next."""
         if self.in_backward and self.streams.stream_ordered and not autograd_is_running():
             with self.streams.ending(self.backward.stream):
                 self.reductions.abandon(self.streams)
 
     def free_written(self, unit: Unit) -> None:
-        """Free what was gathered before its shards were written: it has to be gathered again.
+        """Free parameters that were gathered before their shards were written: they are outdated.
 
         Also if parameters were frozen or unfrozen while it was gathered, which changes a gather.
         """
@@ -167,7 +168,7 @@ class Runtime(Followed):
     def post_forward(
         self, unit: Unit, *, differentiable: bool, forward: Forward | None = None
     ) -> None:
-        """Free ``unit``, as far as its policy says, and note that this forward has ended.
+        """Free ``unit`` as its policy requires, and note that this forward has ended.
 
         Args:
             differentiable: whether backward may reach this forward.
@@ -180,7 +181,7 @@ class Runtime(Followed):
         step.running = max(0, step.running - 1)
         if step.running:
             # A module of the unit inside another one, or inside itself; or one has raised, and its
-            # caller went on. This one is still on the stack.
+            # caller continued. This one is still on the stack.
             called = modules_being_called()
             step.running = max(0, sum(called[module] for module in unit.modules) - 1)
         unit.has_graph = differentiable
@@ -222,7 +223,7 @@ class Runtime(Followed):
         if self.schedule.repeats is not None:
             self._free_repeated()
         for unit in self.units:
-            unit.step.running = 0  # more where a forward raised, and its caller went on
+            unit.step.running = 0  # more if a forward raised and its caller continued
             if unit.state is State.GATHERING:  # prefetched, but did not run
                 unit.reshard(self.streams)
         self.schedule.end_root()
@@ -243,8 +244,8 @@ class Runtime(Followed):
             self.reset()  # an earlier backward raised, and no forward ran since
         group = unit.param_group
         if forward is not None and (group.dirty or forward.num_plans != group.num_plans):
-            # What its graph has saved is memory that no gather fills any more, and its gradients
-            # would go to parameters that nothing reduces.
+            # Its graph refers to memory that no gather fills any more, and its gradients would go
+            # to parameters that nothing reduces.
             raise parameters_are_gone(unit.name)
         self.begin_backward()
         self.on.backward_enters(unit, forward, accumulates)
@@ -261,7 +262,7 @@ class Runtime(Followed):
             unit.gradients.sum_in_reduce_dtype(wanted=not config.reduce_grads)
         if unit is self.schedule.begins_backward:
             self.schedule.begins_backward = None
-            # Writes that all ranks know of: those by operators on the DTensors.
+            # Writes that happen on all ranks: those by operators on the DTensors.
             if group.versions()[1] != unit.gather.versions[1]:
                 unit.reshard(self.streams)
         # If some were freed early, all that backward reads is there still.
@@ -282,7 +283,7 @@ class Runtime(Followed):
                 self.on.backward_enters_inside(parent)
 
     def _gather_passed(self, parent: Unit, forward: Forward | None) -> None:
-        """A loss of an output inside of ``parent``: backward comes to what it computed before."""
+        """For a loss on an output inside ``parent``: backward reaches its earlier computations."""
         if forward is not None and forward.is_inside(parent) and parent.config.unshard_in_backward:
             parent.unshard(self.streams)
 
@@ -290,14 +291,14 @@ class Runtime(Followed):
         """A run of autograd has reached this tree: the end of that run ends this backward."""
         if self.in_backward:
             if self.backward.end() is None:
-                # What raised may have left gradients that no reset could tell from this one.
+                # The failed one may have left gradients that no reset could tell from this one's.
                 raise backward_not_over()
             return
         if self.schedule.root is not None:
             self._notice_failed_forward()
         self.on.backward_begins()
         self.in_backward = True
-        for unit in self.units:  # what users have frozen since the forward
+        for unit in self.units:  # users may have frozen parameters since the forward
             # (Compared here, as `Freezing.adopt` does: a call per unit would cost more than that.)
             freezing = unit.param_group.freezing
             if tuple(map(requires_grad_of, freezing.shown)) != freezing.trains:
@@ -323,8 +324,8 @@ class Runtime(Followed):
     def _notice_failed_forward(self) -> None:
         """A forward has begun and not ended: it called this backward, or it has raised.
 
-        Units that were running in one that raised are to be freed like all others. The stack tells
-        the two apart; it is looked at in this rare case only.
+        If it raised, its running units must be freed like all others. The stack distinguishes the
+        two cases; it is inspected in this rare case only.
         """
         running = modules_being_called()
         for unit in self.units:
@@ -338,8 +339,8 @@ class Runtime(Followed):
         step = unit.step
         step.backward_began = False
         if step.input_nodes and not step.running:
-            # Of a recomputation that ended early, by an exception: what is before the unit in the
-            # same module would keep its activations until backward is over.
+            # From a recomputation that an exception ended early: the layers before the unit in the
+            # same module would keep their activations until backward is over.
             step.input_nodes.clear()
         runs_next = step.next_in_backward is unit
         if runs_next and len(unit.modules) > 1:
@@ -358,7 +359,7 @@ class Runtime(Followed):
         """Start the reduction of the gradients that ``unit`` has.
 
         Args:
-            direct_only: only of parameters that are not packed: backward goes on in ``unit``.
+            direct_only: only of parameters that are not packed; backward continues in ``unit``.
             keep: leave them to a later reduction, as without gradient sync.
         """
         config, gradients, on = unit.config, unit.gradients, self.on
@@ -367,7 +368,7 @@ class Runtime(Followed):
             gradients.keep_as_sums()
         else:
             # Even if there turns out to be nothing to reduce: with `reduce_unused` the end of
-            # backward reduces each unit that was not, and all ranks must agree on which.
+            # backward reduces all remaining units, and ranks must agree on which these are.
             unit.step.reduced = True
             taken = gradients.take(direct_only=direct_only)
             on.gradients_taken(unit, taken)
@@ -390,7 +391,7 @@ class Runtime(Followed):
 
     @property
     def ends_iteration(self) -> bool:
-        """Whether reductions that start now are the last before users look at ``.grad``."""
+        """Whether reductions that start now are the last before users read ``.grad``."""
         return self.is_last_backward and not self.held_open
 
     def end_backward(self) -> None:
@@ -415,14 +416,14 @@ class Runtime(Followed):
     def reduce_left(self) -> None:
         """Reduce what no hook has reduced, or accumulate it if this backward does not sync.
 
-        Not while the iteration is held open: how many backwards are to come is not known, and ranks
+        Not while the iteration is held open: the number of further backwards is unknown, and ranks
         must agree on the number of reductions.
         """
         if self.ends_iteration:
-            # What waits for an all-reduce is known only when sums over shards are there.
+            # Sums over shards must exist before it is known what waits for an all-reduce.
             self.reductions.start_all_reduces(self.streams)
-        # In reverse tree order, and not in that of autograd: what no hook has seen has no order of
-        # its own that all ranks would know.
+        # In reverse tree order, not in autograd's order: gradients that no hook has seen have no
+        # order that all ranks share.
         for unit in reversed(self.units):
             config, gradients, step = unit.config, unit.gradients, unit.step
             leave = self.held_open and config.sync_grads
@@ -432,7 +433,7 @@ class Runtime(Followed):
                 if gradients.has_unreduced() or (config.reduce_unused and not step.reduced):
                     group = unit.param_group
                     if unit.state in RESHARDED and (group.dirty or not group.materialized):
-                        unit.plan_anew(self.streams)  # no forward of it has, since a change
+                        unit.plan_anew(self.streams)  # no forward has done so since a change
                     self.reduce(unit, final=True)
                 step.reduced = False
             step.backward_began = False
@@ -449,16 +450,16 @@ class Runtime(Followed):
             raise
 
     def give_up(self) -> None:
-        """A reduction has failed, or a user's hook: the tree is as after a backward that raised.
+        """A reduction or a user's hook has failed: treat the tree as after a backward that raised.
 
-        What comes next resets it. To wait again would attach what was not reduced.
+        The next use resets it. Waiting again would attach gradients that were not reduced.
         """
         self.in_backward = True
 
     def complete_iteration(self) -> None:
-        """Wait for the reductions. Afterwards users may look at ``.grad``."""
+        """Wait for the reductions. Afterwards users may read ``.grad``."""
         self.complete_reductions()
-        self.on.iteration_ends()  # what it raises makes all of these gradients parts
+        self.on.iteration_ends()  # if this raises, all of these gradients count as incomplete
         self.reductions.attached.clear()
         self.reductions.added.clear()
         self.backward.in_iteration = False
@@ -470,9 +471,9 @@ class Runtime(Followed):
         backward, frees = self.backward, self.residency.frees_after_backward
         for unit in self.units:
             if unit.step.running:
-                continue  # backward ran inside of its forward, which goes on
+                continue  # backward ran inside of its forward, which continues
             if unit.step.input_nodes:
-                # Recomputation ends a forward by an exception. What its node leads to would stay.
+                # Recomputation ends a forward by an exception, and its graph would stay alive.
                 unit.step.input_nodes.clear()
             if unit.state is not State.SHARDED and frees(unit, backward):
                 unit.reshard(self.streams)
@@ -485,7 +486,7 @@ class Runtime(Followed):
         self.synchronize()
 
     def synchronize(self) -> None:
-        """Let the host wait for all streams: users may read and write what is offloaded."""
+        """Let the host wait for all streams: users may read and write offloaded tensors."""
         if self._offloads:
             self.streams.synchronize()
 
@@ -499,7 +500,7 @@ class Runtime(Followed):
     def unshard_for_user(self, unit: Unit) -> None:
         """Start a gather that the user called for."""
         if self.in_backward and not autograd_is_running():
-            self.reset()  # of a backward that raised: that of what is computed now begins anew
+            self.reset()  # after a backward that raised: the next one starts fresh
         self.streams.before_gathers(self.optimizer_event)
         if unit.state in RESHARDED:
             self.free_written(unit)
@@ -510,7 +511,7 @@ class Runtime(Followed):
         outside_torch_modes(unit.unshard, self.streams)
 
     def reshard(self, unit: Unit) -> None:
-        """Free ``unit``, including its cached buckets. What users put into modules stays there."""
+        """Free ``unit``, including its cached buckets. Tensors that users put into modules stay."""
         given = unit.registration.given_by_others()
         unit.reshard(self.streams)
         unit.drop_cache(self.streams)
@@ -560,7 +561,7 @@ class Runtime(Followed):
         if discard:
             for param in (param for unit in self.units for param in unit.params):
                 param.sharded.grad = None
-        # After a failed forward: what is in flight is of earlier backwards, which were good.
+        # After a failed forward: reductions in flight belong to earlier, successful backwards.
         self.complete_reductions()
         for unit in self.units:
             if unit.state is not State.SHARDED:
@@ -575,7 +576,7 @@ class Runtime(Followed):
         self.in_backward = self.backward.in_iteration = False
         self.schedule.root = None
         self.on.tree_reset()
-        # Last: a caller that goes on without these gradients finds a tree that works.
+        # Last: a caller that continues without these gradients finds a working tree.
         for error in errors:
             raise error
         if lost:

@@ -1,15 +1,15 @@
-"""What ran in a tree of units, what is expected next, and where backward may still come to; and
+"""What ran in a tree of units, what is expected next, and where backward may still come to. Also
 the policies that follow from it: what to gather ahead, and what stays gathered.
 
 The order of the last forward predicts the next one. Backward may run at any time and in pieces:
 inside the loss, inside another forward, for inputs now and for weights later, for one micro-batch
-while others wait. So the number of backwards says nothing about what is left. Every forward of a
-unit leaves a `Forward`. The hooks on its outputs hold it, the forwards that ended after it, and,
-until the pass ends, the schedule: it lives as long as backward may reach one of these.
+while others wait. So the number of backwards does not show how much is left. Every forward of a
+unit makes a `Forward`. It is held by the hooks on its outputs, by the forwards that ended after it,
+and by the schedule until the pass ends. So it lives as long as backward may reach one of these.
 
-Nothing here imports torch. All ranks have to gather alike, so what is gathered follows from program
-order, which they share, and from where backward has been. Whether a graph still exists is known to
-one rank only: a rank that keeps a loss to look at it would gather what the others do not.
+Nothing here imports torch. All ranks must gather alike, so gathers follow from program order, which
+ranks share, and from where backward has been. They do not depend on whether a graph still exists:
+this may differ between ranks, for example if only one rank keeps a loss to print it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .unit import Forward, Unit, is_awaited
 
 # Forwards without a graph that are remembered; more of them are never recomputed.
 MAX_UNGRAPHED = 4096
-MIN_FORWARDS = 8  # of a unit, before those that are over are looked for
+MIN_FORWARDS = 8  # of a unit, before completed ones are searched for
 
 
 class Schedule:
@@ -34,14 +34,14 @@ class Schedule:
     Attributes:
         root: the unit whose forward is the outermost now; None: no forward runs.
         orders: the units of the last forward, by the outermost one.
-        expected: those of the last forward of ``root``.
-        ran: those of this one so far.
-        predicted: whether ``ran`` is how ``expected`` begins.
+        expected: the units of the last forward of ``root``.
+        ran: the units of this forward so far.
+        predicted: whether ``expected`` starts with ``ran``.
         leads_to_backward: whether this forward began with gradients enabled.
         repeats: the unit that stays gathered, as it is expected to run again at once.
-        begins_backward: the one that stays gathered, as backward is expected to begin with it.
-        outstanding: the numbers of outermost forwards of this iteration that have left a graph
-            where backward has not been.
+        begins_backward: the unit that stays gathered, as backward is expected to begin with it.
+        outstanding: the numbers of outermost forwards of this iteration with a graph that backward
+            has not reached.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Schedule:
         self.repeats: Unit | None = None
         self.begins_backward: Unit | None = None
         self.outstanding: set[int] = set()
-        # Of the last one, the last that has left a graph, and the last that backward has reached.
+        # Of the last one, the last that made a graph, and the last that backward has reached.
         self._number = self._left_graph = self._reached = 0
         self._outermost: Unit | None = None
         self._last: Forward | None = None
@@ -66,7 +66,7 @@ class Schedule:
         """An outermost forward, of ``unit``, begins.
 
         If the unit had one before in this pass, this is another pass over the model. (A pass may
-        have several outermost forwards: of layers that are called one by one.)
+        have several outermost forwards, for layers that are called one by one.)
         """
         if unit in self._began:
             self.end_pass()
@@ -81,7 +81,7 @@ class Schedule:
     def begin(self, unit: Unit) -> None:
         """A forward of ``unit`` begins, inside of ``root`` or of ``root`` itself."""
         order, position = self.expected, len(self.ran)
-        if self.predicted and not unit.forward_prefetch:  # whose user says what comes next
+        if self.predicted and not unit.forward_prefetch:  # (with it, the user sets the next ones)
             self.predicted = position < len(order) and order[position] is unit
         self.ran.append(unit)
 
@@ -101,29 +101,29 @@ class Schedule:
         self.root = None
 
     def end_pass(self) -> None:
-        """A backward is over: what comes next is another pass."""
+        """A backward is over: another pass follows."""
         self._began.clear()
         # Each forward holds the one before it. Without this cut, a loss that is never freed would
         # hold the forwards of all earlier steps.
         self._last = None
 
     def end_iteration(self) -> None:
-        """A backward that ends an iteration is over: graphs of forwards before the one that it came
-        to last are not waited for."""
+        """A backward that ends an iteration is over: stop waiting for graphs of forwards before the
+        last one that it reached."""
         if self.outstanding:
             self.outstanding = {number for number in self.outstanding if number > self._reached}
         if self._ungraphed:
             self.forget_ungraphed()
 
     def drop_held(self) -> None:
-        """Stop holding forwards of earlier passes: then only those live that graphs hold."""
+        """Stop holding forwards of earlier passes: then only graphs keep them alive."""
         self.end_pass()
-        # Backward recomputes these on its way to a graph. If there is none, it does not come; if
-        # there is one, the recomputation is not recognized, which costs a prefetch.
+        # Backward recomputes these on its way to a graph. If there is no graph, this cannot happen;
+        # if there is one, the recomputation is not recognized, which costs a prefetch.
         self._ungraphed.clear()
 
     def end(self, unit: Unit, forward: Forward | None) -> None:
-        """A forward of ``unit`` has ended, where backward may come.
+        """A forward of ``unit`` has ended that backward may reach.
 
         Args:
             forward: None for one that has no graph and is recomputed in backward.
@@ -139,8 +139,8 @@ class Schedule:
         forward.noted = True
         forward.outermost, forward.number = self._outermost, self._number
         forward.previous, self._last = self._last, forward
-        # The references of graphs that were dropped go here, or evaluations without `no_grad` would
-        # leave one per call. Not in every forward: the list is as long as the unit has modules.
+        # References to dropped graphs are removed here: evaluations without `no_grad` leave one per
+        # call. Not in every forward: the list is as long as the unit has modules.
         step = unit.step
         if len(step.forwards) >= unit.max_forwards:
             step.forwards = [ref for ref in step.forwards if is_awaited(ref)]
@@ -153,10 +153,10 @@ class Schedule:
         Returns:
             The forward, if it is known and backward reaches it for the first time.
         """
-        # One that is not noted ran inside backward: it recomputes activations. What it repeats is
-        # the last forward of the unit that backward has not reached.
+        # One that is not noted ran inside backward: it recomputes activations. It repeats the last
+        # forward of the unit that backward has not reached.
         if forward is None or not (forward.noted or forward.entered):
-            # (Those after it are over for good: not to be looked at again.)
+            # (The ones after it are over for good and need no further search.)
             forward = None
             forwards = unit.step.forwards
             while forwards and (forward := is_awaited(forwards[-1])) is None:
@@ -170,7 +170,7 @@ class Schedule:
         return forward
 
     def forget_ungraphed(self) -> None:
-        """Backward is over: what it did not recompute is not going to be recomputed."""
+        """Backward is over: forwards it did not recompute will not be recomputed."""
         for forward in self._ungraphed:
             if not forward.entered:
                 forward.unit.recomputes_all = False
@@ -179,16 +179,16 @@ class Schedule:
 
 @dataclass(slots=True)
 class Backward:
-    """One run of autograd that has come to a tree of units.
+    """One run of autograd that has reached a tree of units.
 
     Attributes:
-        stream: what it runs and ends on; of devices that have streams.
-        number: how many runs there have been with it.
-        in_iteration: whether its iteration goes on.
+        stream: the stream that it runs and ends on, on devices that have streams.
+        number: how many runs there have been, including it.
+        in_iteration: whether its iteration continues.
         creates_graph: whether it was called with ``create_graph=True``: a second one may go through
             it, and reads the weights again.
-        adds_to_reductions: whether it began with reductions of others in flight, whose gradients
-            cannot be told from its own any more.
+        adds_to_reductions: whether it began with other reductions in flight, whose gradients can no
+            longer be distinguished from its own.
         end: returns None once it is over or has raised.
     """
 
@@ -201,9 +201,9 @@ class Backward:
 
 
 class Residency:
-    """What becomes of gathered parameters when a forward or a backward leaves their unit.
+    """Decides what happens to gathered parameters when a forward or a backward leaves their unit.
 
-    It follows from settings and from the order of the last forward, which all ranks know: ranks
+    It depends only on settings and on the order of the last forward, which all ranks share: ranks
     that decided differently would hang at the next gather.
     """
 
@@ -214,8 +214,8 @@ class Residency:
 
         Args:
             differentiable: whether backward may reach this forward.
-            runs_next: whether the order says that the unit runs again at once.
-            ends_forward: whether the order says that this was the last unit inside the root.
+            runs_next: whether the unit is expected to run again at once.
+            ends_forward: whether this is expected to be the last unit inside the root.
         """
         policy = unit.reshard_after_forward
         if not differentiable and unit.config.reshard_after_forward is None:
@@ -234,14 +234,14 @@ class Residency:
         return AfterForward.FREE
 
     def frees_after_backward(self, unit: Unit, backward: Backward) -> bool:
-        """Whether ``backward`` frees ``unit``: not if a second one is to go through it."""
+        """Whether ``backward`` frees ``unit``: not if a second one may go through it."""
         return unit.config.reshard_after_backward and not backward.creates_graph
 
 
 class Lookahead:
     """One unit ahead, in the order of the last forward and in the reverse of this one's.
 
-    All ranks have to gather alike, so what is chosen follows from program order and settings.
+    All ranks must gather alike, so the choice follows from program order and settings.
 
     Attributes:
         depth: how many units of the expected order a forward offers to `gather`.
@@ -259,7 +259,7 @@ class Lookahead:
                 unit.start_unshard(self._streams)
 
     def in_backward(self, entered: Forward | None, before: Unit | None) -> None:
-        """Backward has reached ``entered`` for the first time; None: a forward it does not know.
+        """Backward has reached ``entered`` for the first time; None: an unknown forward.
 
         Args:
             before: the unit that it is expected to reach next.

@@ -1,8 +1,8 @@
-"""What may be active around a hook, and how hooks stay out of it.
+"""Modes of torch that may be active around a hook, and how hooks bypass them.
 
-torch.compile traces what it sees; ``torch.func`` transforms wrap tensors; selective activation
+torch.compile traces Python code; ``torch.func`` transforms wrap tensors; selective activation
 checkpointing caches results of operations and returns them in the recomputation; other modes check
-operands. None of them may see what hooks do: gather, free, wait.
+operands. None of them may see the work of hooks: gather, free, wait.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _SELECTIVE = tuple(
 )
 
 
-# Of functions that call a method of a module like a forward, with ``module`` as first argument: the
-# file and the qualified name, which torch.compile keeps where it makes other code of them.
+# For functions that call a method of a module like a forward, with ``module`` as first argument:
+# the file and the qualified name, which torch.compile keeps in the code that it generates.
 method_calls: list[tuple[str, str]] = []
 
 NOT_TRACED = (
@@ -49,7 +49,7 @@ def skip_compile(hook: Callable[[*_Ts], _R]) -> Callable[[*_Ts], _R]:
     """``hook``, as a function that torch.compile calls and does not trace.
 
     There are two cases. If the call of the module is compiled (`Module.compile`), the hook is a
-    frame of its own, which `_never_compile` keeps out, so that ``fullgraph=True`` holds for the
+    separate frame, which `_never_compile` excludes, so that ``fullgraph=True`` holds for the
     forward. If a caller is traced (a whole model), the graph breaks here.
     """
 
@@ -85,7 +85,7 @@ def is_transformed() -> bool:
 
 
 class FunctionMode(Protocol):
-    """A torch function mode whose library has to be told of what hooks do."""
+    """A torch function mode whose library must be notified of the work of hooks."""
 
     def unseen(self) -> AbstractContextManager[None]:
         """A context in which the mode sees nothing."""
@@ -99,14 +99,14 @@ function_modes: list[Callable[[], FunctionMode | None]] = []
 
 
 def function_mode() -> FunctionMode | None:
-    """The one that is active, if any."""
+    """The active function mode, if any."""
     if not torch._C._len_torch_function_stack():
         return None
     return next(filter(None, (find() for find in function_modes)), None)
 
 
 def replacing(given: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)``, which puts other tensors in the places of those in ``given``."""
+    """``function(*args)``, which replaces the tensors in ``given``."""
     mode = function_mode()
     if mode is None:
         return function(*args)
@@ -118,8 +118,8 @@ def replacing(given: Any, function: Callable[..., Any], *args: Any) -> Any:
 
 def outside_torch_modes(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
     """Call ``function`` on plain tensors, unseen by checkpoints and `function_modes`."""
-    # Inside a transform, collectives on memory of ours would be recorded as a part of it. Were a
-    # gather cached by a checkpoint, the recomputation would get the cached result, and no memory.
+    # Inside a transform, collectives on our memory would be recorded as a part of it. If a
+    # checkpoint cached a gather, the recomputation would get the cached result, but no memory.
     if torch._C._are_functorch_transforms_active():
         with torch._C._DisableFuncTorch():
             return function(*args, **kwargs)
@@ -157,7 +157,7 @@ def _without_selective_checkpoints() -> Iterator[None]:
 def modules_being_called() -> Counter[nn.Module]:
     """How often the forward of each module, or a registered method, is on the stack of any thread.
 
-    Any thread, since autograd calls hooks from threads of its own where there is an accelerator.
+    Any thread, since autograd calls hooks from its own threads on accelerators.
     """
     # A flag that hooks set and clear cannot tell: no hook runs at the end of a forward that raised.
     found: Counter[nn.Module] = Counter()

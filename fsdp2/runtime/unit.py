@@ -1,9 +1,9 @@
 """One communication unit: the parameters that are gathered and reduced together.
 
-`states` has the states that it goes through. What is *registered* in the modules is a second,
-independent question: a unit may keep its gathered storage while users see the sharded parameters
-(after forward, or in ``state_dict``). `param_group` has what a unit consists of, `unit_grads` what
-backward leaves in it, `unit_config` its settings.
+`states` defines its states. Which parameters are *registered* in the modules is independent of the
+state: a unit may keep its gathered storage while users see the sharded parameters (after forward,
+or in ``state_dict``). `param_group` has the contents of a unit, `unit_grads` its unreduced
+gradients, and `unit_config` its settings.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from .unit_config import UnitConfig
 from .unit_grads import UnitGrads
 
 _KEY = "_fsdp2_unit"  # of a module's `__dict__`
-# Of original parameters. Sharding takes the original out of the modules it reaches. So an entry
-# lives on only if another module still holds the original, which means that the parameter is tied
-# across units.
+# By original parameter. Sharding removes the original from the modules it reaches. So an entry
+# survives only if another module still holds the original, that is, if the parameter is tied across
+# units.
 ORIGINS: MutableMapping[torch.Tensor, tuple[Unit, ShardedParam]] = WeakTensorKeyDictionary()
 
 
 class GatherEvents:
-    """What a unit tells of its gathers: a part of `events.TreePart`."""
+    """The events of a unit's gathers: a part of `events.TreePart`."""
 
     def before_compute(self, unit: Unit) -> None:
-        """A forward or a recomputation is next. Unlike all others, this is told inside of the torch
-        modes and transforms of the caller."""
+        """A forward or a recomputation is next. Unlike all other events, this is called inside the
+        torch modes and transforms of the caller."""
 
     def gather_requested(self, unit: Unit) -> None:
         """Before anything else of a gather."""
 
     def before_planning(self, unit: Unit) -> None:
-        """Storages of ``unit`` are about to be made, which takes their memory for a moment."""
+        """Storages of ``unit`` are about to be made; this briefly takes their memory."""
 
     def planned(self, unit: Unit) -> None:
-        """``unit`` has other storages now, other unsharded parameters, or others of its parameters
-        are frozen. When the tree is built, this is told of its root alone."""
+        """``unit`` has new storages or unsharded parameters, or other parameters are frozen now.
+        When the tree is built, this is called for its root alone."""
 
     def before_gather(self, unit: Unit) -> None:
         """``unit`` is planned, and its gathered storage is about to get memory."""
@@ -67,25 +67,25 @@ class GatherEvents:
         """Compute is about to wait for them."""
 
     def gathered(self, unit: Unit) -> None:
-        """Compute may use what they gather."""
+        """Compute may use the gathered parameters."""
 
     def before_reshard(self, unit: Unit, to_secondary: bool) -> None:
-        """What of ``unit`` is gathered, if anything, is about to be freed.
+        """The gathered parameters of ``unit``, if any, are about to be freed.
 
         Args:
-            to_secondary: larger shards are to stay (`AfterForward.FREE_TO_SECONDARY`).
+            to_secondary: larger shards stay (`AfterForward.FREE_TO_SECONDARY`).
         """
 
     def resharded(self, unit: Unit) -> None:
-        """``unit`` is not gathered, whether it was before or not; its modules may still hold what
-        computes. This may go on to `State.SECONDARY`."""
+        """``unit`` is not gathered, whether it was before or not; its modules may still hold
+        unsharded parameters. The state may become `State.SECONDARY` next."""
 
     def first_gathered(self, unit: Unit) -> None:
         """The first gather into new storages was launched."""
 
 
 class TreeRuntime(Protocol):
-    """What a unit needs of its tree's runtime: of `runtime.Runtime`, which imports this file."""
+    """The parts of `runtime.Runtime` that a unit needs; `runtime` imports this file."""
 
     in_backward: bool
     units: list[Unit]
@@ -101,7 +101,7 @@ class TreeRuntime(Protocol):
 
 
 class AccumulationHooks(Protocol):
-    """What the runtime needs of the hooks of a unit: of `hooks.UnitHooks`."""
+    """The parts of `hooks.UnitHooks` that the runtime needs."""
 
     def notice_accumulation(self) -> None: ...
 
@@ -113,8 +113,8 @@ class Forward:
 
     Attributes:
         previous: the forward that ended before this one in the same pass; its graph may be gone.
-        noted: it has ended.
-        entered: backward has reached it.
+        noted: whether it has ended.
+        entered: whether backward has reached it.
         outermost: the unit in whose forward this one ran, directly or not; None until it has ended.
         number: how many such forwards had begun.
         num_plans: of the parameters that it computed with: see `ParamGroup`.
@@ -135,8 +135,8 @@ class Forward:
 
     def unit_before(self) -> Unit | None:
         """The unit that backward will reach after this one; None if that is not known."""
-        # Backward need not follow the order of forwards. Where it has been already, nothing would
-        # use a gather.
+        # Backward need not follow the order of forwards. Where it has been already, a gather would
+        # go unused.
         before = self.previous
         return None if before is None or before.entered else before.unit
 
@@ -159,18 +159,18 @@ def is_awaited(ref: weakref.ref[Forward]) -> Forward | None:
 
 
 class Gather:
-    """The gathers of a unit: what this holds is of the last one, which may be in flight.
+    """The gathers of a unit; the attributes describe the last one, which may be in flight.
 
     Attributes:
-        num_plans: as of `ParamGroup`, of the storages that it filled.
-        versions: of the shards, when it began: see `ParamGroup.versions`. Those of a gather in
-            backward count only if the unit stays gathered after that.
+        num_plans: `ParamGroup.num_plans` of the storages that it filled.
+        versions: `ParamGroup.versions` of the shards when it began. For a gather in backward, they
+            count only if the unit stays gathered after it.
     """
 
     def __init__(self, param_group: ParamGroup, describe: Callable[[], str]) -> None:
         """
         Args:
-            describe: says in words what is gathered, for errors.
+            describe: returns a description of the gather, for errors.
         """
         self._param_group = param_group
         self._describe = describe
@@ -178,8 +178,8 @@ class Gather:
         self.versions = (0, 0)
         self._finishes: list[Finish] = []
         self._event: Event = None
-        self._is_needed = False  # not everything was cached
-        self._packed: list[GatheredStorage] = []  # whose packs have memory of their own
+        self._is_needed = False  # whether something was not cached
+        self._packed: list[GatheredStorage] = []  # with separate memory for their packs
 
     def launch(self, streams: Streams) -> None:
         """Allocate, and start the all-gathers of all buckets that are not cached."""
@@ -228,16 +228,16 @@ class Gather:
                     if finish is not done:
                         self._finishes.append(finish)
         except BaseException as error:
-            # What has been launched still writes: into memory that the next gather reads, and its
-            # own wait would come in the place of the next one's.
+            # Launched gathers still write into memory that the next gather reads, and would be
+            # waited for in place of the next one.
             self.abandon()
             if not is_prepared:  # no memory; later, messages that nobody waits for may write there
                 self._free(indices)
             if isinstance(error, RuntimeError):
                 reraise(error, self._describe(), group)
             raise
-        # The copies of offloaded shards go now: what reads them is enqueued, on the stream that
-        # owns their memory.
+        # The copies of offloaded shards are dropped now: their readers are enqueued, on the stream
+        # that owns their memory.
         for index in indices:
             bucket = param_group.buckets[index]
             bucket.cache_valid = bucket.cached  # not where a launch raised: it has to be gathered
@@ -284,7 +284,7 @@ class Gather:
         try:
             while self._finishes:
                 # Forgotten once it is over, and not before: after Ctrl-C in the middle of it,
-                # recovery has to wait for what still comes in.
+                # recovery must wait for the rest of the messages.
                 self._finishes[0]()
                 del self._finishes[0]
         except RuntimeError as error:
@@ -295,7 +295,7 @@ class Gather:
             for gathered in self._packed:
                 gathered.free_pack()
         self._packed = []  # a later plan has other storages
-        # If all was cached, nothing was launched, and the event is that of an earlier gather.
+        # If all was cached, nothing was launched, and the event belongs to an earlier gather.
         if self._is_needed and streams.stream_ordered:
             streams.use_gathered(self._event)
 
@@ -308,7 +308,7 @@ class Gather:
 
 @dataclass(slots=True, eq=False)
 class StepState:
-    """What forwards and backwards leave in a unit for those after them.
+    """State that forwards and backwards leave in a unit for later ones.
 
     A reset makes a new one.
 
@@ -317,10 +317,10 @@ class StepState:
         running: how many forwards have begun and not ended.
         input_nodes: of the running forwards: see `UnitHooks.input_followers`.
         next_in_backward: the unit that backward is expected to reach after this one.
-        backward_began: it has reached this one, and not left it.
+        backward_began: whether backward has reached this unit, and not left it.
         entered_in: the backward that reached it last.
-        recomputed: it was gathered in backward, to recompute activations.
-        is_read_outside: what is gathered is read where no hook is called.
+        recomputed: whether it was gathered in backward, to recompute activations.
+        is_read_outside: whether gathered parameters are read where no hook is called.
         reduced: whether gradients of the unit were reduced in this backward, or since the iteration
             is held open.
     """
@@ -351,7 +351,7 @@ class Unit:
         hooks: the hooks on ``modules``. Code above them calls `hooks.hooks_of`.
         enclosing: units whose modules contain this one's.
         encloses: whether other units are inside this one.
-        gather, step: the last gather, and what a step knows.
+        gather, step: the last gather, and the state of a step.
         forward_prefetch, backward_prefetch: units to gather when forward or backward of this one
             begins, instead of the one that the order of the last forward predicts.
     """
@@ -382,14 +382,14 @@ class Unit:
         self.encloses = False
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] = []
-        self.of_parts: dict[type, Any] = {}  # what parts of the library know of it
+        self.of_parts: dict[type, Any] = {}  # data that parts of the library keep about it
         # The state.
         self.state = State.SHARDED
         self.gather = Gather(self.param_group, self._describe_gather)
         self.step = StepState()
-        # What forwards have shown so far.
-        self.max_forwards = 0  # as many are kept before those that are over are dropped
-        self.has_graph = False  # the one that ended last
+        # Observations from forwards so far.
+        self.max_forwards = 0  # as many are kept before completed ones are dropped
+        self.has_graph = False  # of the forward that ended last
         self.recomputes_all = False  # forward without gradients, recomputed whole in backward
 
     def __deepcopy__(self, memo: dict) -> Registration:
@@ -405,7 +405,7 @@ class Unit:
         return self.param_group.buckets
 
     def choose_reshard(self, *, is_root: bool) -> None:
-        """Settle whether to free after forward, or to how many ranks: as set, or the default."""
+        """Decide whether to free after forward, or to how many ranks: as set, or the default."""
         chosen = self.config.reshard_after_forward
         self.reshard_after_forward = (not is_root) if chosen is None else chosen
 
@@ -418,8 +418,8 @@ class Unit:
         """Make everything that gathers need, before the first one."""
         group = self.param_group
         group.apply_pending_changes()  # on compute: it may copy shards
-        # No kernel runs here. But views are made of memory, which then stays in the pool of the
-        # stream that it was allocated on: gathers use it next.
+        # No kernel runs here. But making views allocates memory, which then stays in the pool of
+        # the stream that allocated it: gathers use it next.
         with streams.gathering():
             group.materialize(reshard_to=self.reshard_after_forward, split=self.encloses)
 
@@ -458,7 +458,8 @@ class Unit:
             self._tell_planned()
         gather, earlier = self.gather, self.gather.versions
         if not in_backward or not config.reshard_after_backward:
-            # What is freed after backward is gathered anew in the next forward, which notes them.
+            # Parameters freed after backward are gathered again in the next forward, which records
+            # them.
             gather.versions = param_group.versions()
         on.before_gather(self)
         if in_backward and streams.stream_ordered and param_group.versions() != earlier:
@@ -494,7 +495,7 @@ class Unit:
         self.runtime.on.before_wait(self)
         try:
             self.gather.wait(streams)
-        except RuntimeError:  # to SHARDED, so that a later forward gathers anew
+        except RuntimeError:  # to SHARDED, so that a later forward gathers again
             self.drop_cache(streams)
             self.transition("wait_unshard")
             self.reshard(streams)
@@ -508,7 +509,7 @@ class Unit:
     def unshard(self, streams: Streams) -> None:
         """From any state to UNSHARDED, with the unsharded parameters registered."""
         if self.state is State.PARTLY_FREED:
-            # All is gathered anew, on every rank: which parameters still have memory may differ.
+            # Everything is gathered again, as ranks may differ in the parameters that have memory.
             self.reshard(streams)
         if self.state in RESHARDED:
             self.start_unshard(streams)
@@ -517,7 +518,7 @@ class Unit:
         self.register_unsharded()
 
     def register_unsharded(self) -> None:
-        """Register what computes."""
+        """Register the parameters that compute."""
         if self.registration.registered != "unsharded":
             self.registration.register("unsharded", for_forward=not self.runtime.in_backward)
 
@@ -528,8 +529,8 @@ class Unit:
             to_secondary: as of `events.TreePart.before_reshard`.
         """
         self.step.recomputed = False
-        # Memory that a gather still writes cannot be freed. And on the host its messages have to be
-        # waited for exactly once, whether anything uses them or not.
+        # Memory that a gather still writes cannot be freed. And on the host, each message must be
+        # waited for exactly once, even if it is not used.
         if self.state is State.GATHERING:
             self.wait_unshard(streams)
         self.runtime.on.before_reshard(self, to_secondary)
@@ -551,7 +552,7 @@ class Unit:
                 streams.free((bucket,))
 
     def register_sharded(self) -> None:
-        """Register what users should see while the unit is not computing."""
+        """Register the parameters that users see while the unit is not computing."""
         kind = "secondary" if self.state is State.SECONDARY else "sharded"
         if self.registration.registered != kind:
             self.registration.register(kind)
@@ -591,13 +592,13 @@ def units_holding(modules: Iterable[nn.Module]) -> list[Unit]:
 
 
 def unit_holding(module: nn.Module, param: nn.Parameter) -> Unit | None:
-    """The unit whose ``param`` it is that ``module`` holds, if any."""
+    """The unit of the parameter ``param`` that ``module`` holds, if any."""
     holding = units_holding([module])
     return next((unit for unit in holding if managed_as(param) in unit.params), None)
 
 
 def own_modules(module: nn.Module, recurse: bool = True) -> Iterator[nn.Module]:
-    """``module`` and the modules under it, except sharded ones and what is under those."""
+    """``module`` and the modules under it, except sharded modules and their submodules."""
     yield module
     for child in module.children() if recurse else ():
         if _KEY not in vars(child):

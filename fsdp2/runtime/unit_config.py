@@ -28,24 +28,24 @@ class UnitConfig:
         reshard_after_backward: whether parameters are freed after backward.
         unshard_in_backward: whether they are gathered for backward.
         keep_unsharded_storage: whether gathered parameters keep their memory when they are freed.
-        keep_frozen: the limit for frozen parameters that stay gathered, of the part that chooses
-            them; None: none do.
+        keep_frozen: the limit for frozen parameters that stay gathered, as an object of the part
+            that chooses them; None: none do.
         max_gathered_bytes: limit on what a tree may hold gathered; of the root only.
         strategy: the name passed to `shard_model`; only displayed.
         gathered_once: parameters stay gathered after a backward without gradient sync.
         sync_grads: whether the next backward is the last of a step, which reduces gradients.
         accumulate_sharded: whether the backwards before it reduce-scatter too.
-        reduce_grads: whether a backward reduces what it leaves, else gradients accumulate
-            unsharded; follows from the two above, whose setters compute it: hooks ask many times.
+        reduce_grads: whether a backward reduces its gradients; otherwise they accumulate unsharded.
+            The setters of the two above compute it, since hooks read it often.
         all_reduce_grads: whether reduced gradients are summed over replicas.
         manual_finalization: whether the caller ends an iteration; of the root only.
         reduce_unused: whether parameters without a gradient take part in reductions.
         divide_factor: what sums of gradients are divided by; None: the number of ranks.
         all_reduce_hook, all_reduce_stream: called on reduced gradients, on that stream.
-        max_input_buffers: units whose gradients may be on their way; None: a number of bytes
-            limits them.
+        max_input_buffers: units whose gradients may be in flight; None: a number of bytes limits
+            them.
         comm_options: how to communicate.
-        shared_streams: the streams of units of other trees, to use too; see `share_comm_ctx`.
+        shared_streams: streams shared with units of other trees; see `share_comm_ctx`.
     """
 
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)

@@ -1,8 +1,8 @@
 """The gradients of a unit that no reduction has taken yet.
 
-Autograd leaves them on the unsharded parameters. Those of a micro-batch without gradient sync wait
-there for the last one, in the dtype of the reduction: ``grad_dtype`` of these parameters is set so
-that autograd itself adds them up in it.
+Autograd leaves them on the unsharded parameters. The gradients of a micro-batch without gradient
+sync wait there for the last micro-batch, in the reduce dtype: ``grad_dtype`` of these parameters is
+set, so autograd itself adds them up in it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class UnitGrads:
     """Unreduced gradients of one unit.
 
     Attributes:
-        sums: whether autograd makes gradients in the dtype of the reduction, or adds to such.
+        sums: whether autograd makes gradients in the reduce dtype, or adds to such gradients.
         holds_earlier: whether the last backward left gradients unreduced, so that some rank may
-            hold sums in the dtype of the reduction.
+            hold sums in the reduce dtype.
         holds_partial_sums: whether the last backward left out the all-reduce over replicas.
-        local_gradient: makes of the gradient of a bucket's parameter, given by its index, what is
-            reduced over data-parallel ranks. A part may put its own here.
+        local_gradient: converts the gradient of a bucket's parameter (given by its index) to the
+            tensor that is reduced over data-parallel ranks. A part may replace it.
     """
 
     reduction_type: type[Reduction] = Reduction  # `fsdp2.planning` has one that sums nothing
@@ -68,13 +68,13 @@ class UnitGrads:
         Returns:
             None where nothing of the unit was trained in the forward.
         """
-        # A node is looked up when it is asked, which takes a view of the parameter, and not kept:
-        # it would outlive its graph, and add for the next one on the stream of its own forward.
+        # The node is looked up each time, through a view of the parameter, and not kept: it would
+        # outlive its graph, and add for the next one on the stream of the former forward.
         # Usually the first answer ends it.
         answer = None
         with torch.enable_grad():
             in_graph = self._param_group.freezing.in_graph
-            for param in filter(requires_grad_of, in_graph):  # not frozen since
+            for param in filter(requires_grad_of, in_graph):  # not frozen since then
                 try:
                     view: Any = param.view_as(param).grad_fn
                 except NotImplementedError:  # not every tensor subclass has views
@@ -108,10 +108,10 @@ class UnitGrads:
             for i, unsharded in bucket.unsharded_direct if direct_only else bucket.unsharded:
                 grad = unsharded.grad
                 if grad is not None:
-                    # Now, and not after the reduction: the next use in this backward starts anew,
-                    # and what is added up there is not reduced twice.
+                    # Now, and not after the reduction: the next use in this backward then starts a
+                    # new sum, and nothing is reduced twice.
                     unsharded.grad = None
-                    if grad.requires_grad:  # of backward(create_graph=True)
+                    if grad.requires_grad:  # from backward(create_graph=True)
                         grad = grad.detach()
                     if (
                         type(grad) is not torch.Tensor
@@ -125,7 +125,7 @@ class UnitGrads:
         return taken
 
     def sum_in_reduce_dtype(self, *, wanted: bool) -> None:
-        """Let autograd make gradients in the dtype of the reduction, or stop doing so.
+        """Let autograd make gradients in the reduce dtype, or stop doing so.
 
         The first term of a sum over several backwards is cast anyway. If autograd does it, the
         uses of a tied parameter are added up in that dtype, too, and so is the rest of the sum.
@@ -147,9 +147,9 @@ class UnitGrads:
                     unsharded.grad_dtype = None if bucket.keeps_dtypes else bucket.gather_dtype
 
     def keep_as_sums(self) -> None:
-        """After a backward that does not reduce: cast what it began to sum in another dtype.
+        """After a backward that does not reduce: cast sums that it began in another dtype.
 
-        That is what was computed before sync was turned off, or by hand.
+        These were computed before sync was turned off, or by hand.
         """
         for bucket in self._param_group.buckets:
             if bucket.params[0].grad_dtype_is_set or bucket.reduce_dtype == bucket.gather_dtype:
@@ -177,7 +177,7 @@ class UnitGrads:
 
         Args:
             final: the last reductions of this backward: sums that wait for an all-reduce are due,
-                including those of parameters that have no gradient now.
+                also for parameters that have no gradient now.
         """
         param_group, config = self._param_group, self._config
         reductions = []
@@ -189,7 +189,7 @@ class UnitGrads:
             if final and config.all_reduce_grads and bucket.partial.present:
                 if not grads:
                     present = bucket.partial.present  # nothing new: only the all-reduce is due
-                # In one reduction with the new ones, zeros standing for what this backward lacks.
+                # In one reduction with the new ones, with zeros for missing gradients.
                 for i in bucket.partial.present - set(present):
                     shape = bucket.params[i].full_shape
                     grads[i] = torch.zeros(shape, dtype=bucket.reduce_dtype, device=bucket.device)
@@ -216,7 +216,7 @@ class UnitGrads:
 
 
 def will_run(accumulator: Any) -> bool:
-    """Whether this run of autograd is going to execute the node ``accumulator``."""
+    """Whether this run of autograd will execute the node ``accumulator``."""
     try:
         return torch._C._will_engine_execute_node(accumulator)
     except RuntimeError:  # it is asked for by ``autograd.grad``, and not accumulated

@@ -1,10 +1,10 @@
 """The storages of a bucket, and every view of them that the steps of training need.
 
-A bucket owns three: the shards, the gathered parameters (`gathered`) and the gradients of the
-shards (`gradients`). All views are made once. A storage is freed and allocated by resizing it,
-so views, saved tensors of autograd and the unsharded parameters stay valid; all that changes is
-whether there is memory behind them. The slices that users get (sharded parameters, gradients) keep
-their memory alive by themselves.
+A bucket owns three storages: the shards, the gathered parameters (`gathered`) and the gradients of
+the shards (`gradients`). All views are made once. A storage is freed and allocated by resizing it,
+so views, saved tensors of autograd and the unsharded parameters stay valid; only the memory behind
+them comes and goes. The slices that users get (sharded parameters, gradients) keep their memory
+alive.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ class Bucket:
     Attributes:
         shards: 1-D, original dtype, on the device where shards live.
         reduce_dtype, grad_dtype: dtypes of the sum over ranks, and of ``.grad``.
-        gathered: dtype of computation; None before the first gather, and with one shard and no
+        gathered: in the compute dtype; None before the first gather, and with one shard and no
             cast, where computation uses ``shards`` themselves.
-        sums_plain: whether plain gradients are tensor parallelism's, to be summed (`annotations`).
+        sums_plain: whether plain gradients must be summed over tensor-parallel ranks
+            (`annotations`).
         in_flight: slots that reductions in flight write.
         partial: sums that wait for a later all-reduce.
         cached: whether to leave it gathered when its unit is freed.
-        cache_valid: whether it is, so that a gather of the unit need not gather it.
+        cache_valid: whether it is still gathered, so that a gather of the unit can skip it.
     """
 
-    max_messages = 1  # of a gather, for each parameter: each needs a tag of its own
+    max_messages = 1  # of a gather, for each parameter: each message needs a separate tag
     is_made = True  # else the first gather makes the unsharded parameters
 
     def __init__(
@@ -101,7 +102,7 @@ class Bucket:
 
     @property
     def widens(self) -> bool:
-        """Whether gradients are reduced in a wider dtype than that of computation."""
+        """Whether gradients are reduced in a wider dtype than the compute dtype."""
         return self.gather_dtype.itemsize < self.reduce_dtype.itemsize
 
     @property
@@ -115,8 +116,8 @@ class Bucket:
     def aliases_shards(self) -> bool:
         """Whether gathering is the identity.
 
-        Then parameters compute on the shards themselves: there is no second copy, and what the
-        optimizer writes needs no gather to be seen.
+        Then parameters compute on the shards themselves: there is no second copy, and the
+        optimizer's writes are visible without a gather.
         """
         return (
             self.mesh.num_shards == 1
@@ -154,8 +155,8 @@ class Bucket:
         """Make the gathered storage (without memory) and the unsharded parameters.
 
         Args:
-            secondary: what else to plan a gather from.
-            split: give large parameters a piece of memory of their own.
+            secondary: another source to plan a gather from.
+            split: give each large parameter a separate piece of memory.
         """
         self.gathered = None
         if self.aliases_shards:
@@ -198,7 +199,7 @@ class Bucket:
 
     @property
     def allocated_bytes(self) -> int:
-        """Of the gathered storage, what has memory now."""
+        """Bytes of the gathered storage that have memory now."""
         return 0 if self.gathered is None else sum(s.size() for s in self.gathered.storages)
 
     def free(self) -> None:
@@ -212,17 +213,17 @@ class Bucket:
 
     def wire_dtype(self, plan: ReducePlan) -> torch.dtype:
         """The dtype that direct gradients travel in, where a transport widens them on arrival."""
-        # Sums of earlier micro-batches are in the dtype of the reduction already: rounding them for
-        # the way would undo what it is for. And where a user sets ``grad_dtype``, autograd makes
-        # that dtype, which need not be the one of computation.
+        # Sums of earlier micro-batches are in the reduce dtype already: rounding them for the
+        # transfer would defeat its purpose. And if a user sets ``grad_dtype``, autograd makes that
+        # dtype, which need not be the compute dtype.
         if plan.sums or self.params[0].grad_dtype_is_set:
             return self.reduce_dtype
         return wire_dtype(self.gather_dtype, self.reduce_dtype)
 
     def choose_grad_dtypes(self) -> None:
-        """Set the dtypes in which autograd makes gradients, where it is to make others."""
-        # What a user set is the dtype of the result. Micro-batches are added up in that of the
-        # reduction, if the policy names one: to round each of them would lose what it is for.
+        """Set the dtypes in which autograd makes gradients, where they differ from the default."""
+        # A user sets the dtype of the result. Micro-batches are added up in the reduce dtype, if
+        # the policy names one: rounding each of them would defeat its purpose.
         is_set = self.params[0].grad_dtype_is_set
         sums_wider = is_set and self.mp_policy.reduce_dtype is not None
         if self.keeps_dtypes or sums_wider:
@@ -236,7 +237,7 @@ class Bucket:
             wide = torch.promote_types(wide, grad.dtype)
         if wide != self.reduce_dtype:
             self.reduce_dtype = self.grad_dtype = wide
-            self.grads = None  # it has the former dtype; gradients that are attached keep it alive
+            self.grads = None  # it has the former dtype; attached gradients keep it alive
 
     def has_gradients(self) -> bool:
         """Whether any sharded parameter has a gradient, ours or not."""
@@ -254,17 +255,16 @@ class Bucket:
                 parameter has one.
         """
         grads = self.grads
-        # With nothing to write in place, a kept gradient is in no danger: sums are added to
-        # ``.grad``.
+        # If nothing is written in place, kept gradients are safe: sums are added to ``.grad``.
         write = detached is None or len(detached) > 0
         if grads is None or (write and grads.referenced_outside(detached, idle=not self.in_flight)):
             numel, dtype = self.layout.shard_numel, self.grad_dtype
             place = self.place
             flat = None if place is None else place.gradients(dtype)
             if flat is not None:
-                pass  # next to those of other buckets
+                pass  # next to gradients of other buckets
             elif self.pin_memory:
-                # A storage of its own, as the block is shared: references to it are counted here.
+                # A separate storage, as the block is shared: references to it are counted here.
                 flat = with_own_storage(pinned_arena(self.device).zeros(numel, dtype))
             else:
                 flat, place = torch.zeros(numel, dtype=dtype, device=self.shard_device), None
@@ -276,10 +276,10 @@ class Bucket:
         """Free the memory of gradients that ``zero_grad(set_to_none=True)`` dropped.
 
         Args:
-            attached: also where something else is attached, which stands for them.
+            attached: also if another tensor is attached in their place.
         """
-        # Not while a reduction writes there: its stream still uses the memory, whatever the counts
-        # of references say.
+        # Not while a reduction writes there: its stream still uses the memory, regardless of the
+        # reference counts.
         grads = self.grads
         if grads is None or self.in_flight or (not attached and self.has_gradients()):
             return
@@ -290,8 +290,8 @@ class Bucket:
 
 
 def _alias(tensor: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor on the storage of ``tensor``, from its element ``offset`` on, with a version
-    counter of its own."""
+    """A tensor on the storage of ``tensor``, from its element ``offset`` on, with a separate
+    version counter."""
     # A view would share the counter. Gathers write through other tensors on the same storage, and
     # autograd would take the gather in backward for a change of the weights it saved in forward.
     start = tensor.storage_offset() + offset

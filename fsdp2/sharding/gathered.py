@@ -1,7 +1,7 @@
-"""The gathered storage of a bucket: its memory, and what the gather that fills it reads and writes.
+"""The gathered storage of a bucket: its memory, and the inputs and outputs of its gather.
 
 It gets and loses memory by resizing, so that views, saved tensors of autograd and the unsharded
-parameters stay valid; all that changes is whether there is memory behind them.
+parameters stay valid; only the memory behind them comes and goes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .layout import BucketLayout, Slot
 
 Messages = list[tuple[list[torch.Tensor], int, int]]
 
-# In units that enclose others, parameters of at least this size have memory of their own. So has a
-# pack of this size, which is freed once it has been copied out.
+# In units that enclose others, parameters of at least this size have separate memory. So has a pack
+# of this size, which is freed once it has been copied out.
 OWN_PIECE_MIN_BYTES = 1024 * 1024
 
 
@@ -29,16 +29,16 @@ resizers: list[Callable[[torch.UntypedStorage, int], object]] = [torch.UntypedSt
 
 
 def resize(storage: torch.UntypedStorage, nbytes: int) -> None:
-    """Give ``storage`` memory, of the current stream, or (0) take it away."""
+    """Give ``storage`` memory of the current stream, or (0) free it."""
     resizers[-1](storage, nbytes)
 
 
 class Segments:
     """The gathered storage of a bucket, as one or several pieces of memory.
 
-    One piece for all parameters, unless the unit encloses others (a root): there each large one has
-    a piece, which is freed as soon as nothing refers to it any more. A large pack has one too,
-    since nothing reads it after the gather.
+    There is one piece for all parameters, unless the unit encloses others (a root). There, each
+    large parameter has its own piece, which is freed as soon as nothing refers to it any more. A
+    large pack has one too, since nothing reads it after the gather.
     """
 
     keeps_memory = False  # whether addresses must stay: captured graphs contain them
@@ -78,16 +78,16 @@ class Segments:
 
 
 class GatherPlan:
-    """Everything that a gather of one bucket reads and writes, as lists made once.
+    """All inputs and outputs of a gather of one bucket, as lists made once.
 
     Attributes:
         inputs, outputs: of the all-gathers, one pair per direct parameter and one for the pack.
         own, source: this rank's slices of ``outputs`` and where their data comes from.
         rows: for each output, how many elements each rank has that are not padding.
-        messages, as_bytes, row, pieces: what transports keep with the plan, so that it is made
-            once: messages to send and to receive, as (tensors, peer, tag), the same gather of
-            bytes, where the bytes of narrower numbers lie, or an output in each piece of memory.
-        encoded: what is sent in narrower numbers, if it is kept so; None: it is made of ``source``.
+        messages, as_bytes, row, pieces: cached by transports: messages to send and to receive, as
+            (tensors, peer, tag); the same gather of bytes; where the bytes of narrower numbers lie;
+            an output in each piece of memory.
+        encoded: the narrower numbers to send, if they are kept; None: computed from ``source``.
     """
 
     messages: tuple[Messages, Messages] | None = None
@@ -120,20 +120,20 @@ class GatherPlan:
             output[rank * numel : (rank + 1) * numel]
             for output, (_, numel) in zip(self.outputs, spans, strict=True)
         ]
-        # A cast writes straight into the own slices, which are then gathered in place: no buffer
-        # for the cast shard. Without a cast, shards are read where they are: no copy at all.
+        # A cast writes directly into the own slices, which are then gathered in place: no buffer
+        # for the cast shard. Without a cast, shards are read in place: no copy at all.
         self.inputs = self.own if self.cast else self.source
         self._plan_unpack(layout, gathered)
 
     def forget_transports(self) -> None:
         """Forget how narrower numbers were sent."""
-        # The others are of the group, and of views that are counted (`EarlyFree.count_own`).
+        # The others depend on the group, or hold views that are counted (`EarlyFree.count_own`).
         self.row = self.encoded = None
         self.cast = self._casts
 
     def _plan_unpack(self, layout: BucketLayout, gathered: Segments) -> None:
         """Views for copying packed parameters from the pack to their places."""
-        # In the pack the slices of one rank are together, and in place those of one parameter.
+        # In the pack, the slices of one rank are together; in place, the slices of one parameter.
         self.unpack_to: list[torch.Tensor] = []
         self.unpack_from: list[torch.Tensor] = []
         if not layout.packed:
@@ -143,8 +143,8 @@ class GatherPlan:
         pack = pack.view(num_shards, layout.pack_numel)
         slots = [layout.slots[i] for i in layout.packed]
         for group in _of_equal_size([slot for slot in slots if slot.dim in (0, None)]):
-            # Seen as (parameter, rank, element) both sides are strided, so one copy takes the whole
-            # group. (Every rank sends its copy of a 0-dim parameter; rank 0's is the one in use.)
+            # Seen as (parameter, rank, element), both sides are strided, so one copy is enough for
+            # the group. (Every rank sends its copy of a 0-dim parameter; rank 0's is used.)
             first, numel = group[0], group[0].shard_numel
             whole = gathered.view(first.full_offset, len(group) * num_shards * numel)
             rows = pack.narrow(1, first.shard_offset - layout.pack_offset, len(group) * numel)
@@ -164,7 +164,7 @@ class GatherPlan:
                 self.unpack_from.append(piece.view(slot.local_shape(rank)))
 
     def unpack(self) -> None:
-        """Copy packed parameters from the pack to their places, those of equal size together."""
+        """Copy packed parameters from the pack to their places, groups of equal size at once."""
         # (`_foreach_copy_` refuses empty lists.)
         if self.unpack_to:
             torch._foreach_copy_(self.unpack_to, self.unpack_from)
@@ -174,13 +174,13 @@ class GatherBatch:
     """The gathers of several buckets over the same ranks, as one.
 
     Args:
-        plans: allocated, since views of their tensors are made.
+        plans: must be allocated, since views of their tensors are made.
     """
 
     def __init__(self, plans: Sequence[GatherPlan]) -> None:
         self.plans = tuple(plans)
         # As bytes, so that one call takes buckets of several dtypes: gloo's coalesced calls promote
-        # mixed dtypes and corrupt data without an error, and of NCCL's torch does not say.
+        # mixed dtypes and corrupt data without an error, and torch does not document NCCL's.
         self.outputs = [t.view(torch.uint8) for plan in plans for t in plan.outputs]
         self.inputs = [t.view(torch.uint8) for plan in plans for t in plan.inputs]
         self.own = [t.view(torch.uint8) for plan in plans for t in plan.own]
@@ -212,11 +212,11 @@ def _of_equal_size(slots: Sequence[Slot]) -> list[list[Slot]]:
 
 
 class SecondarySource(Protocol):
-    """What a bucket may be gathered from in the place of the shards of all ranks, for a while.
+    """A temporary source of a bucket's gather, in place of the shards of all ranks.
 
     Attributes:
-        layout, plan: of that gather, which has a transport of its own.
-        saved: whether the next gather is that one.
+        layout, plan: of that gather, which has a separate transport.
+        saved: whether the next gather uses it.
     """
 
     layout: BucketLayout
@@ -232,10 +232,10 @@ class GatheredStorage(Segments):
 
     Attributes:
         plan: of the gather over all shards.
-        secondary: what else it may be gathered from, if a part has anything.
+        secondary: another source of gathers, if a part provides one.
         own_pieces: direct slots with a piece of memory each.
         has_own_pack: whether the pack has one, too.
-        offload_buffer: what gathers read of offloaded shards, a copy on the device.
+        offload_buffer: the copy of offloaded shards on the device, which gathers read.
         fills_own_slices: whether something is copied before the gather.
     """
 
@@ -250,10 +250,10 @@ class GatheredStorage(Segments):
         secondary: SecondarySource | None,
         split: bool,
     ) -> None:
-        """Everything has memory, for views to be made.
+        """Allocate everything, so that views can be made.
 
         Args:
-            split: give large parameters a piece of memory of their own.
+            split: give each large parameter a separate piece of memory.
         """
         self.secondary = secondary
         super().__init__(self._plan_pieces(layout, dtype.itemsize, split), dtype, device)
@@ -262,7 +262,7 @@ class GatheredStorage(Segments):
         if shards.device != device:
             self.offload_buffer = source = torch.empty_like(shards, device=device)
         self.plan = GatherPlan(layout, rank, source, self)
-        # One shard is here since it is cast or offloaded: the "gather" is then that copy alone.
+        # A single shard gets here only if it is cast or offloaded: the "gather" is then that copy.
         self.fills_own_slices = (
             self.offload_buffer is not None or self.plan.cast or layout.num_shards == 1
         )
@@ -272,8 +272,8 @@ class GatheredStorage(Segments):
         enough = OWN_PIECE_MIN_BYTES // itemsize
         end = layout.gathered_numel
         if self.secondary is not None:
-            # Its pack is at the same place, and may be larger: slices that were aligned over all
-            # ranks may not be over fewer, and are packed then.
+            # Its pack is at the same place, and may be larger: slices that are aligned over all
+            # ranks may not be aligned over fewer, and are then packed.
             end = max(end, self.secondary.layout.gathered_numel)
         bounds = {0, end}
         self.has_own_pack = end - layout.pack_full_offset >= enough
@@ -284,12 +284,12 @@ class GatheredStorage(Segments):
         for i in self.own_pieces:
             slot = layout.slots[i]
             bounds |= {slot.full_offset, slot.full_offset + slot.full_numel}
-        # Parameters without elements only: one piece without elements, of which there are views.
+        # If no parameter has elements: one piece without elements, for the views.
         return sorted(bounds) if end else [0, 0]
 
     def free_pack(self) -> None:
-        """Free the pack, which has a piece of its own, once it was copied out."""
-        # Parameters are then not held twice while they compute. It has memory again at the next
+        """Free the pack, which has a separate piece, once it was copied out."""
+        # Parameters are then not held twice while they compute. It gets memory again at the next
         # `allocate`; until then only views refer to it, which nothing reads.
         if not self.keeps_memory:
             resize(self.storages[-1], 0)
@@ -300,8 +300,8 @@ class GatheredStorage(Segments):
 
     def fill_own_slices(self) -> None:
         """Before a gather: copy offloaded shards to the device, cast into the own slices."""
-        # On the stream of gathers, which orders all of it: the buffer's memory, the copies here,
-        # the gather that reads them, and `free_offload_buffer`, which is called when that is
+        # On the stream of gathers, which orders everything: the buffer's memory, the copies here,
+        # the gather that reads them, and `free_offload_buffer`, which is called once the gather is
         # enqueued.
         if self.offload_buffer is not None:
             resize(self.offload_buffer.untyped_storage(), self._shards.nbytes)

@@ -1,5 +1,5 @@
-"""The gradients of a bucket: those of the shards, sums that are not over all ranks yet, and what a
-reduction of them reads and writes."""
+"""The gradients of a bucket: gradients of the shards, partial sums that await an all-reduce, and
+the inputs and outputs of a reduction."""
 
 from __future__ import annotations
 
@@ -16,42 +16,43 @@ from .layout import BucketLayout, Slot
 from .param import ShardedParam, shard_of, slice_with_own_storage
 
 # Gradients that are smaller on average keep their memory between steps if new memory turned out to
-# have another address: to follow it costs about 3 us a parameter.
+# have another address: adapting to it costs about 3 us a parameter.
 FREE_MIN_BYTES = 16 * 1024
 
 
 class SharedMemory(Protocol):
-    """Memory that the shards of a bucket share with those of other buckets."""
+    """Memory that the shards of a bucket share with other buckets."""
 
     def gradients(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """Memory for its gradients, with a storage of its own; None: it needs some by itself."""
+        """Memory for its gradients, with a separate storage; None: it must allocate its own."""
 
     def adopt(self, dtensors: Sequence[torch.Tensor]) -> None:
-        """Take the gradients of which that is the memory."""
+        """Take over the gradients that are in this memory."""
 
 
 class GradientStore(Pack):
     """The sharded gradients of a bucket: one flat tensor, one DTensor per parameter, made once.
 
-    Reductions write to ``flat``. Each local gradient is a slice of it with a storage of its own:
+    Reductions write to ``flat``. Each local gradient is a slice of it with a separate storage:
     torch.compile, pickle and `copy.deepcopy` need a DTensor and its local tensor to have the same
     storage offset, and a DTensor, which has no data itself, has offset 0.
 
     [Note: gradients that users keep]
-    A gradient that a user kept across ``zero_grad`` must not change, and nothing tells the library
-    that it was kept: ``.grad`` is an attribute like any other. So before the storage is written
-    again with no ``.grad`` attached, the references to it are counted. If there are others than
-    ours, the old storage is left to them and a new one is made.
 
-    - Three counts for each gradient, since each sees what the others miss: another name holds the
+    A gradient that a user kept across ``zero_grad`` must not change. The library is not notified
+    that it was kept: ``.grad`` is an ordinary attribute. So before the storage is written again
+    with no ``.grad`` attached, the references to it are counted. If there are others than ours, the
+    old storage is left to them and a new one is made.
+
+    - There are three counts per gradient, since each misses some references: another name holds the
       DTensor, ``to_local()`` the local tensor, and a view of the local tensor only the storage.
-    - How many references are ours depends on the lists and views here, and on torch. They are
+    - The number of our references depends on the lists and views here, and on torch. They are
       counted once, before any other can exist. That baseline is private to the store, which must
       adjust it whenever it makes a view (`outputs`).
-    - Reductions in flight hold views of the flat tensor, so the number of uses of its storage means
-      something only while there are none.
-    - What a rank finds decides about its own memory alone, never about a collective: users may keep
-      a gradient on one rank.
+    - Reductions in flight hold views of the flat tensor, so the use count of its storage is only
+      meaningful while there are none.
+    - The result affects only this rank's memory, never a collective: users may keep a gradient on
+      one rank.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class GradientStore(Pack):
         self._storage_uses = self._count_storage_uses()
 
     def _references(self, which: Collection[int]) -> list[tuple[int, int, int]]:
-        """How often the DTensors, the local tensors and their storages are referred to."""
+        """Reference counts of the DTensors, the local tensors and their storages."""
         # The same expressions for the baseline and for every later count, so that references held
         # by the evaluation itself (arguments, loop variables) are the same in both.
         dtensors, tensors, parts = self.dtensors, self.locals, self._parts
@@ -105,24 +106,24 @@ class GradientStore(Pack):
     def referenced_outside(
         self, detached: Collection[int] | None = None, *, idle: bool = True
     ) -> bool:
-        """Whether anything but the library refers to a gradient of ours that is not attached.
+        """Whether anything but the library refers to one of our gradients that is not attached.
 
         Args:
-            detached: the parameters to look at, which have no ``.grad``; None: no parameter has.
-            idle: no reduction that writes here is in flight, holding views of its own.
+            detached: the parameters to check, which have no ``.grad``; None: no parameter has one.
+            idle: whether no reduction that writes here is in flight, with its own views.
         """
         if self.is_free:
             return False  # it was freed without references, and none can be taken since
         if idle and self._count_storage_uses() != self._storage_uses:
             return True
-        if hasattr(self.storage, "is_recorded"):  # streams of the user's may use it still
+        if hasattr(self.storage, "is_recorded"):  # the user's streams may still use it
             return True
         if detached is None:
             return self._references(range(len(self.locals))) != self._baseline
         return self._references(detached) != [self._baseline[i] for i in detached]
 
     def allocate(self) -> None:
-        """Give it memory, for a reduction: what is attached after that may be kept by users."""
+        """Give it memory, for a reduction; users may keep gradients that are attached after it."""
         self.is_free = False
         nbytes = self.flat.nbytes
         if self.storage.nbytes() != nbytes:
@@ -143,12 +144,12 @@ class GradientStore(Pack):
                 local.set_(part, 0, local.shape, local.stride())
 
     def free(self) -> None:
-        """Free it, where that pays; to be called while nothing outside refers to a gradient."""
+        """Free it if that pays; call this only while nothing outside refers to a gradient."""
         self.is_free = True
         if not self.storage.resizable():
-            return  # in a block with others; if page-locked, to lock it again exceeds a step
+            return  # in a block with others; page-locking it again would take longer than a step
         if self._moves and self.flat.nbytes < FREE_MIN_BYTES * len(self.locals):
-            return  # following a new address takes longer than these few bytes are worth
+            return  # adapting to a new address is not worth these few bytes
         resize(self.storage, 0)
 
 
@@ -158,8 +159,8 @@ class ReductionOutput:
     Attributes:
         store: the gradients that the sums become, or are added to.
         dtype: of the sums.
-        in_place: whether they are written straight into ``store``, else into a buffer.
-        flat: what they are written to, laid out like the sharded storage.
+        in_place: whether they are written directly into ``store``, else into a buffer.
+        flat: the tensor that they are written to, laid out like the sharded storage.
         views: of ``flat``, one for each tensor that the reduce-scatter writes.
         added: memory of partial sums that were added to ``flat``, until nothing reads it.
     """
@@ -181,15 +182,15 @@ class ReductionOutput:
             self.views = plan.outputs(self.flat)
 
     def ranges(self, plan: ReducePlan) -> list[torch.Tensor]:
-        """The contiguous parts that the sums of ``plan`` are in."""
+        """The contiguous parts that contain the sums of ``plan``."""
         return [self.flat[offset : offset + numel] for offset, numel in plan.ranges]
 
     def copy_from(
         self, grads: Sequence[torch.Tensor | None], plan: ReducePlan, layout: BucketLayout
     ) -> None:
         """With one shard, gradients are the sums: copy them into one storage."""
-        # Neighbours in one storage are one call of the all-reduce. What autograd made may be many
-        # tensors, and may start at any byte, where NCCL is slow.
+        # Neighbours in one storage need one all-reduce. Autograd's gradients may be many tensors,
+        # and may start at unaligned addresses, where NCCL is slow.
         views, present = [], []
         for i in plan.present:
             grad, start = grads[i], layout.slots[i].shard_offset
@@ -208,7 +209,7 @@ class PartialSums:
 
     Attributes:
         present: the slots that have some.
-        flat: laid out like the sharded storage; None where there are none.
+        flat: laid out like the sharded storage; None if there are none.
     """
 
     def __init__(
@@ -222,28 +223,28 @@ class PartialSums:
         self.flat: torch.Tensor | None = None
 
     def allocate(self, dtype: torch.dtype) -> None:
-        """Make room for the first of them, on compute's stream."""
+        """Allocate memory for the first sums, on compute's stream."""
         if self.flat is None:
             numel = self._layout.shard_numel
             self.flat = torch.zeros(numel, dtype=dtype, device=self._device)
 
     def add(self, sums: torch.Tensor, plan: ReducePlan) -> None:
-        """Add what was reduced over shards only."""
+        """Add gradients that were reduced over shards only."""
         assert self.flat is not None
         for offset, numel in plan.ranges:
             self.flat[offset : offset + numel] += sums[offset : offset + numel]
         self.present.update(plan.present)
 
     def move_to(self, sums: torch.Tensor, plan: ReducePlan) -> torch.Tensor | None:
-        """Add those that ``plan`` covers to ``sums``, which are about to be all-reduced.
+        """Move the partial sums that ``plan`` covers into ``sums``, which are then all-reduced.
 
         Returns:
-            The memory, if nothing is left in it: the caller has to hold it while it is read.
+            The memory, if nothing is left in it: the caller must hold it while it is read.
         """
         flat = self.flat
         if flat is None:
             return None
-        for i in plan.present:  # the others have a reduction of their own to come
+        for i in plan.present:  # the others wait for another reduction
             slot = self._layout.slots[i]
             part = slice(slot.shard_offset, slot.shard_offset + slot.shard_numel)
             sums[part] += flat[part]
@@ -255,7 +256,7 @@ class PartialSums:
         return flat
 
     def rows(self) -> Iterator[tuple[ShardedParam, torch.Tensor]]:
-        """Each parameter that has some, with this rank's rows of them, 1-D."""
+        """Each parameter with partial sums, and this rank's rows of them, 1-D."""
         if self.flat is not None:
             for i in self.present:
                 yield (
@@ -264,7 +265,7 @@ class PartialSums:
                 )
 
     def adopt(self, rows: Mapping[ShardedParam, torch.Tensor]) -> None:
-        """Take over such rows from the buckets that this one replaces."""
+        """Take over these rows from the buckets that this one replaces."""
         for i, (param, slot) in enumerate(zip(self._params, self._layout.slots, strict=True)):
             if (part := rows.get(param)) is not None:
                 self.allocate(part.dtype)
@@ -284,11 +285,11 @@ class ReducePlan:
         direct: slots whose gradients are sent as they are.
         copied_in: slots that are copied into one buffer (the stage) first, in storage order; empty
             if none of them has a gradient.
-        present: slots that have a gradient; ``numel``: of these gradients, before reduction.
+        present: slots that have a gradient; ``numel``: their elements, before reduction.
         covered: slots whose sharded gradient is written.
         spans: (offset, numel) in the sharded storage of each direct slot, then of the stage.
         shapes: of the padded shard of each direct slot.
-        sums: gradients may be sums over several backwards, in the dtype of the reduction already.
+        sums: gradients may be sums over several backwards, already in the reduce dtype.
         ranges: ``spans`` with neighbours merged.
     """
 
@@ -309,12 +310,12 @@ class ReducePlan:
         """
         self.present = tuple(present)
         self.sums = sums
-        # All of them or none: those without a gradient send zeros, so that the stage has one layout
-        # whichever of them a backward has used. (Without elements, there is nothing to send.)
+        # All of them or none: slots without a gradient send zeros, so that the stage always has the
+        # same layout. (Without elements, there is nothing to send.)
         has_stage = any(i in must_copy_in and layout.slots[i].shard_numel for i in present)
         self.copied_in = tuple(must_copy_in) if has_stage else ()
-        # A gradient that is cast is copied anyway. Cast into the stage it costs no more, and is no
-        # entry of its own in the batch: one kernel and one message for all.
+        # A gradient that is cast is copied anyway. Casting it into the stage costs no more and adds
+        # no entry to the batch: one kernel and one message for all.
         if casts and (has_stage or not must_copy_in):
             self.copied_in = _neighbours_before(layout, present, must_copy_in) + self.copied_in
         joined = {*must_copy_in, *self.copied_in}
@@ -323,7 +324,7 @@ class ReducePlan:
             (layout.slots[i].shard_offset, layout.slots[i].shard_numel) for i in self.direct
         ]
         self.shapes = [layout.slots[i].padded_shape for i in self.direct]
-        # (What has no elements is not sent, and has a gradient all the same.)
+        # (A gradient without elements is not sent, but still counts as a gradient.)
         empty = tuple(i for i in present if not layout.slots[i].shard_numel)
         self.covered = frozenset(self.direct + self.copied_in + empty)
         self.numel = sum(prod(layout.slots[i].shape) for i in self.present)
@@ -331,12 +332,12 @@ class ReducePlan:
         if self.copied_in:
             self.stage_offset = min(layout.slots[i].shard_offset for i in self.copied_in)
             self.spans.append((self.stage_offset, layout.shard_numel - self.stage_offset))
-        # Known once per plan: in a steady step the gradients go to `_chunk_cat` without a look at
-        # each of them.
+        # Determined once per plan: in a steady step the gradients go to `_chunk_cat` without a
+        # check of each.
         self.all_simple = set(self.copied_in) <= set(present) and all(
             _is_simple(layout.slots[i]) for i in self.copied_in
         )
-        # All-reduces and hooks see these: one call for what lies together, not one per parameter.
+        # All-reduces and hooks use these: one call per contiguous range, not one per parameter.
         self.ranges: list[tuple[int, int]] = []
         for offset, numel in sorted(self.spans):
             if self.ranges and sum(self.ranges[-1]) == offset:
@@ -356,9 +357,9 @@ class ReducePlan:
 def _neighbours_before(
     layout: BucketLayout, present: Sequence[int], must_copy_in: Sequence[int]
 ) -> tuple[int, ...]:
-    """The slots that lie before those that must be copied in, as far as each has a gradient."""
-    # Backwards from there, and no further than the first gap: the output of the stage is one range
-    # of the sharded storage, and a slot in it without a gradient would be overwritten with zeros.
+    """The slots directly before the ones that must be copied in, as long as each has a gradient."""
+    # Backwards, up to the first gap: the output of the stage is one range of the sharded storage,
+    # and a slot in it without a gradient would be overwritten with zeros.
     end = min((layout.slots[i].shard_offset for i in must_copy_in), default=layout.shard_numel)
     found: list[int] = []
     for i in reversed(layout.direct):
@@ -398,12 +399,12 @@ def copy_in(
             for i in plan.copied_in
             if layout.slots[i].shard_numel
         ]
-    # `_chunk_cat` casts into ``out``, but all pieces from one dtype. They have several where unused
-    # parameters send zeros, and where autograd left a norm's gradient in float32.
+    # `_chunk_cat` casts into ``out``, but all pieces must have one dtype. They have several if
+    # unused parameters send zeros, or if autograd left a norm's gradient in float32.
     if len({piece.dtype for piece in pieces}) > 1:
         pieces = [piece.to(dtype) for piece in pieces]
     # The filler rounds up the row of each rank, so that the slice of the next one is aligned. It
-    # has to be a piece: `_chunk_cat` takes the shape of its result from the pieces.
+    # must be a piece: `_chunk_cat` takes the shape of its result from the pieces.
     if layout.filler_numel:
         pieces.append(
             torch.zeros(num_shards * layout.filler_numel, dtype=pieces[0].dtype, device=device)
@@ -414,9 +415,9 @@ def copy_in(
 
 
 def _is_simple(slot: Slot) -> bool:
-    """Whether ``_chunk_cat`` by itself cuts the gradient as the ranks hold it."""
-    # It pads with zeros, for ranks without any rows as well. It would fail on empty tensors, and it
-    # cuts as `torch.chunk` does, with no regard to blocks.
+    """Whether ``_chunk_cat`` alone splits the gradient as the ranks hold it."""
+    # It pads with zeros, also for ranks without any rows. It would fail on empty tensors, and it
+    # splits as `torch.chunk` does, without regard to blocks.
     if slot.dim != 0 or not slot.shard_numel:
         return False
     num_shards = slot.full_numel // slot.shard_numel
@@ -426,7 +427,7 @@ def _is_simple(slot: Slot) -> bool:
 def _rows_first(
     slot: Slot, grad: torch.Tensor | None, num_shards: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """The gradient as a tensor that cutting along dim-0 divides among the ranks."""
+    """The gradient as a tensor whose split along dim 0 divides it among the ranks."""
     if grad is None:
         return torch.zeros(slot.full_numel, dtype=dtype, device=device)
     if slot.dim is None:  # every rank holds it whole, so every rank gets the whole mean

@@ -13,14 +13,15 @@ Gathered storage, the same on every rank, for a world size of 3::
     | A rank 0 | A rank 1 | A rank 2 | B rank 0 | ... | pack rank 0 | pack rank 1 | pack rank 2 |
     `------ parameter A, whole ------'                 `- packed shards as they travel together -'
 
-Sharding on dim-0 makes a rank's rows one contiguous range of the parameter, and rank order is
-row order. So a *direct* parameter is gathered straight into its final place, one output per
+Sharding on dim 0 makes a rank's rows one contiguous range of the parameter, and rank order is
+row order. So a *direct* parameter is gathered directly into its final place, one output per
 parameter, and rows that the last ranks lack are only padding behind its end. *Packed* parameters
 travel together in one gather and are copied to their places, since tens of collectives of a few
-kilobytes cost more than copying them. `direct_limit` decides which are.
-A direct shard is a multiple of 16 bytes long in every dtype it is used in, so every slice of a
-collective starts on 16 bytes (NCCL is an order of magnitude slower otherwise) and there are no gaps
-between direct shards.
+kilobytes cost more than copying them. `direct_limit` decides which parameters are packed.
+
+The length of a direct shard is a multiple of 16 bytes in every dtype it is used in. So every slice
+of a collective starts on 16 bytes (NCCL is an order of magnitude slower otherwise), and there are
+no gaps between direct shards.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from math import ceil, prod
 from ..dtensor.boxes import entries_per_part
 
 ALIGN_BYTES = 16  # of every slice of a collective
-GATHERED_ALIGN_BYTES = 256  # of every whole parameter: what kernels get from allocators otherwise
-# From how many bytes of the slice that one rank sends a parameter may be direct. What that costs (a
-# message to each peer, or a ring of as many steps as there are ranks) and what a pack costs (a copy
-# of all slices) grow alike with the number of ranks, so the limit is of a slice.
+GATHERED_ALIGN_BYTES = 256  # of every whole parameter, as kernels get from allocators
+# The minimum size of a rank's slice for a direct parameter. The cost of a direct one (a message to
+# each peer, or a ring with one step per rank) and the cost of a pack (a copy of all slices) grow
+# alike with the number of ranks, so the limit applies to a slice.
 DIRECT_MIN_BYTES = 64 * 1024
 # Most direct parameters of a bucket; if there are more, the largest. Each is one entry of a batched
 # collective, which the host prepares one by one (a few us each) and the device runs on its few
 # channels one after the other. A block with 128 experts, a module each, has 384 matrices of them.
 MAX_DIRECT = 128
-# What `direct_limit` goes by: the channels over which NCCL deals out a batch, at least; by NCCL's
-# own model, the seconds of a ring and of each of its steps, in a host and between hosts; the bytes
-# per second that a GPU reads and writes (a copy does both).
+# The constants of `direct_limit`: the minimum number of channels over which NCCL distributes a
+# batch; from NCCL's model, the seconds of a ring and of each of its steps, in a host and between
+# hosts; the bytes per second that a GPU reads and writes (a copy does both).
 CHANNELS = 16
 RING_S, NODE_STEP_S, NETWORK_STEP_S = 8.4e-6, 3.4e-6, 14e-6
 MEMORY_BYTES_PER_S = 2.5e12
@@ -57,8 +58,8 @@ class Slot:
     Attributes:
         shape: the whole parameter as this rank sees it (after tensor parallelism).
         dim: the sharded dim; ``None`` for a parameter that every rank holds whole (0-dim ones).
-        chunk: entries along ``dim`` per rank; the last ranks may hold fewer or none. As
-            `torch.chunk` cuts, or more of them, a multiple of the parameter's granularity.
+        chunk: entries along ``dim`` per rank; the last ranks may hold fewer or none. As many as
+            `torch.chunk` gives, or more: a multiple of the parameter's granularity.
         shard_offset, shard_numel: the padded shard in the sharded storage.
         full_offset, full_numel: the padded whole parameter in the gathered storage.
         direct: gathered straight into its place, not in the pack.
@@ -170,17 +171,17 @@ def plan_bucket(
         num_shards: number of ranks to shard over.
         itemsizes: bytes per element in each dtype the storages are used in, the dtype of the
             all-gather first.
-        direct_min_bytes: a parameter whose slice, which one rank sends, has fewer bytes (in the
-            dtype of the all-gather) is packed. Of the others the `MAX_DIRECT` largest are direct.
-            None: as `direct_limit` says.
-        num_hosts: as of `direct_limit`.
-        granularities: of how many entries along its dim the shards of each consist; None: 1.
+        direct_min_bytes: a parameter is packed if one rank's slice has fewer bytes (in the dtype of
+            the all-gather). Of the others, the `MAX_DIRECT` largest are direct. None: use
+            `direct_limit`.
+        num_hosts: as in `direct_limit`.
+        granularities: for each parameter, the entries along its dim per block; None: 1.
 
     Returns:
         The layout; a pure function of the arguments, so every rank computes the same.
     """
-    # Counted in elements of the narrowest dtype: storages in all dtypes share these offsets, and
-    # what is a multiple of 16 bytes in the narrowest one is so in all.
+    # Counted in elements of the narrowest dtype: storages in all dtypes share these offsets, and a
+    # multiple of 16 bytes in the narrowest one is a multiple in all.
     align = ALIGN_BYTES // min(ALIGN_BYTES, *itemsizes)
     blocks = granularities or [1] * len(shapes)
     cuts = list(zip(shapes, dims, blocks, strict=True))
@@ -204,11 +205,11 @@ def plan_bucket(
         # (Sorting is stable: which of two equal parameters is direct is the same on all ranks.)
         by_size = sorted(filter(may_be_direct, everything), key=lambda i: -shard_numels[i])
         direct = sorted(by_size[:MAX_DIRECT])
-    # Packed parameters on dim-0 come before those on other dims: the former are taken out of the
-    # pack by one kernel over a contiguous part of it.
+    # Packed parameters on dim 0 come before those on other dims: one kernel copies them out of a
+    # contiguous part of the pack.
     packed = sorted(set(everything).difference(direct))
     # Uneven direct gradients need padding, so they are staged for the reduce-scatter like packed
-    # ones. Beside the pack they make one input with it, the tail.
+    # ones. They lie next to the pack and form one input with it, the tail.
     direct.sort(key=lambda i: not even[i])
     # Neighbours of equal size are taken out together.
     packed.sort(key=lambda i: (dims[i] not in (0, None), shard_numels[i]))
@@ -234,21 +235,22 @@ def plan_bucket(
 
 
 def direct_limit(slices: Sequence[int], num_ranks: int, num_hosts: int | None) -> int:
-    """From how many bytes of its slice on a parameter of a bucket is direct.
+    """The minimum number of bytes of a slice for a direct parameter of a bucket.
 
-    NCCL deals the bytes of a batch out to its channels evenly, small entries first. A channel runs
-    its parts of several entries one after the other, each a ring through all ranks. So
+    NCCL distributes the bytes of a batch evenly over its channels, small entries first. A channel
+    runs its parts of several entries one after the other, each as a ring through all ranks. So:
 
-    - the smallest entries, all of which the first channel gets, are packed: those that come to a
-      channel's part of the bytes. Copying these few costs less than their rings.
-    - between hosts, where a ring is long, everything is packed where the rings that the others add
+    - The first channel gets all of the smallest entries. These are packed, up to one channel's
+      share of the bytes: copying them costs less than their rings.
+    - Between hosts, where a ring is long, everything is packed if the rings of the other entries
       take longer than copying them. (Within a host, large ones stay direct: a ring is short there,
-      and copies take memory, and bandwidth from what computes.)
+      and copies take memory, and bandwidth from compute.)
 
     Args:
         slices: bytes that a rank sends of each parameter.
-        num_hosts: on which the ranks are; None: no batch of NCCL, since the host orders messages
-            (gloo), or all direct parameters are one message (`CommOptions.gathers_flat`).
+        num_hosts: number of hosts of the ranks; None: no batch of NCCL, since the host orders
+            messages (gloo), or all direct parameters are one message
+            (`CommOptions.gathers_flat`).
 
     Returns:
         The limit; a pure function of the arguments, so every rank computes the same.
@@ -262,7 +264,8 @@ def direct_limit(slices: Sequence[int], num_ranks: int, num_hosts: int | None) -
             limit = max(limit, size + 1)
     direct = [nbytes for nbytes in slices if nbytes >= limit]
     if num_hosts > 1 and direct:
-        # So many of the smallest ones fit into a part, which ends inside one more, if there is one.
+        # This many of the smallest ones fit into a channel's share, which ends inside the next one,
+        # if any.
         others = len(direct) - (len(direct) == len(slices))
         more_rings = min(ceil(part / min(direct)), others)
         steps_s = (num_ranks - num_hosts) * NODE_STEP_S + (num_hosts - 1) * NETWORK_STEP_S
@@ -274,7 +277,7 @@ def direct_limit(slices: Sequence[int], num_ranks: int, num_hosts: int | None) -
 def finish_layout(
     num_shards: int, slots: Sequence[Slot | None], shard_end: int, full_end: int, align: int
 ) -> BucketLayout:
-    """Close a layout whose slots are placed: find the tail, fill up the pack, add it up."""
+    """Complete a layout whose slots are placed: find the tail, fill up the pack, sum up sizes."""
     done: list[Slot] = [slot for slot in slots if slot is not None]
     packed = [slot.shard_offset for slot in done if not slot.direct]
     # With one shard nothing is reduce-scattered. Gradients are then copied or adopted one by one.

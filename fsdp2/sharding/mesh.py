@@ -1,4 +1,4 @@
-"""Which ranks share a parameter, which replicate it, and which dims are of other parallelisms."""
+"""Which ranks share a parameter, which replicate it, and which dims serve other parallelisms."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class DataParallelMesh:
             ``shard_group`` None, nothing is sharded (replicated data parallel).
         replicate_group, replicate_rank, num_replicas: the ranks that hold the same shard; None, 0
             and 1 without.
-        full_mesh, full_mesh_dims: the larger mesh of which `DataParallelMeshDims` named dims, and
-            which of its dims are data parallel.
+        full_mesh, full_mesh_dims: the larger mesh, if `DataParallelMeshDims` named some of its
+            dims, and the dims that are data parallel.
     """
 
     mesh: DeviceMesh
@@ -52,7 +52,7 @@ class DataParallelMesh:
 
 def default_mesh() -> DeviceMesh:
     """A 1-D mesh over the default process group, which is made if there is none."""
-    # As torch's `fully_shard`: under torchrun the environment says all that it takes.
+    # As torch's `fully_shard`: torchrun's environment has everything that is needed.
     if not dist.is_initialized():
         with says_how_to_start():
             dist.init_process_group()
@@ -76,7 +76,7 @@ def resolve_mesh(
 
     Args:
         mesh: 1-D: shard. 2-D: replicate x shard. More dims only with ``dims``.
-        dims: names of the data-parallel dims of a mesh that has others too.
+        dims: names of the data-parallel dims of a mesh that also has other dims.
 
     Raises:
         TypeError: if ``mesh`` is not a DeviceMesh.
@@ -133,13 +133,13 @@ def _from_named_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParall
 def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     if len(names) == 1:
         return mesh[names[0]]
-    # (A name of its own for each set of dims: the mesh keeps the result under it, so that all calls
+    # (A separate name for each set of dims: the mesh keeps the result under it, so that all calls
     # for the same dims share one group.)
     return mesh[names]._flatten("_".join(names))
 
 
 def replicated(mesh: DataParallelMesh) -> DataParallelMesh:
-    """The same ranks, each of which holds parameters whole: gradients are averaged over all.
+    """The same ranks, but all hold parameters whole: gradients are averaged over all.
 
     Collective over the ranks of an HSDP mesh at the first call, which makes a group over both dims.
     """
@@ -170,13 +170,13 @@ _whole_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKey
 
 
 def concatenate(*meshes: DeviceMesh) -> DeviceMesh:
-    """The mesh whose dims are those of ``meshes``, all slices of one larger mesh.
+    """One mesh with all dims of ``meshes``, which are slices of one larger mesh.
 
     Raises:
         ValueError: if the meshes are not slices of one mesh.
     """
-    # What torch raises for meshes that do not belong together depends on its version, and on what
-    # it stumbles over first.
+    # The error that torch raises for meshes that do not belong together depends on its version, and
+    # on the first problem that it finds.
     try:
         return DeviceMesh._concatenate(list(meshes))
     except (RuntimeError, AssertionError, ValueError, TypeError) as error:

@@ -7,8 +7,7 @@ that own it:
   what optimizers, ``state_dict`` and users see outside of forward and backward.
 - ``unsharded``: the tensor that forward and backward compute with, a slice of the gathered
   storage. A plain tensor, or a DTensor on the tensor-parallel mesh if the original was one.
-- ``secondary``: what a part shows in the place of ``sharded`` between forward and backward, if it
-  shows anything.
+- ``secondary``: a tensor that a part may show in place of ``sharded`` between forward and backward.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from ..policy import compute_dtype
 from .layout import Slot
 from .mesh import DataParallelMesh, concatenate
 
-# What else of a parameter than its data and its attributes goes to the one that becomes its sharded
-# form: each is called with both.
+# Each copies something other than data and attributes from a parameter to its sharded form, and is
+# called with both.
 carriers: list[Callable[[nn.Parameter, nn.Parameter, ShardedParam], None]] = []
 # By id, since tensors compare elementwise; an id that was given out again is found out by identity.
 _managed: WeakValueDictionary[int, ShardedParam] = WeakValueDictionary()
@@ -82,7 +81,7 @@ class TensorSpec:
     def of_gradient(self, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
         """The layout that a gradient with ``placements`` should have."""
         # Over data-parallel dims it stays as it is, ``Partial()`` for a batch that is sharded
-        # there. To redistribute it would all-reduce what the reduction sums anyway.
+        # there. Redistributing it would all-reduce terms that the reduction sums anyway.
         return tuple(
             placements[d] if d in self.data_parallel else wanted
             for d, wanted in enumerate(self.placements)
@@ -114,10 +113,10 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Annotations:
-    """What was said of a parameter that is a plain tensor, this rank's part of the whole one.
+    """The annotations of a parameter that is a plain tensor, this rank's part of the whole one.
 
     Attributes:
-        spec: how the whole one is laid out; None if all dims of the mesh are data parallel.
+        spec: the layout of the whole one; None if all dims of the mesh are data parallel.
         grad_placements: of its gradient.
         is_summed: whether gradients must be summed over ranks that are not data parallel.
         attributes: of the unsharded tensor only, by name.
@@ -176,7 +175,7 @@ class ShardedParam:
         if self.annotations is not None and self.annotations.spec is not None:
             self.tensor_parallel = self.annotations.spec
         # A wrapper without the methods counts too: libraries patch them onto its class later, and
-        # they are needed at the first gather only.
+        # only the first gather needs them.
         self.extension = is_extension(whole, self.fqn) or is_wrapper(whole)
         self.full_shape = tuple(whole.shape)
         self.dtype = whole.dtype
@@ -211,7 +210,7 @@ class ShardedParam:
         self._found_by: set[int] = set()  # keys of `_managed`
 
     def _needed_granularity(self, granularity: int) -> int:
-        """1 if shards are the same without: then placements are those of torch's FSDP2."""
+        """1 if shards are the same without it: placements then equal torch FSDP2's."""
         if self.dim is None or self.mesh.shard_group is None:
             return 1
         size, num = self.full_shape[self.dim], self.mesh.num_shards
@@ -237,7 +236,7 @@ class ShardedParam:
                 self.grad_dtype = param.grad_dtype
 
     def set_grad_dtype(self, param: nn.Parameter) -> nn.Parameter:
-        """Let ``param``, a form of this parameter, take gradients as the user said."""
+        """Let ``param``, a form of this parameter, take gradients in the user's dtype."""
         if self.grad_dtype_is_set:
             param.grad_dtype = self.grad_dtype
         return param
@@ -270,8 +269,8 @@ class ShardedParam:
         unsharded = nn.Parameter(data, requires_grad=self.sharded.requires_grad)
         before, self.unsharded = self.unsharded, self.set_grad_dtype(unsharded)
         if before is not None and before.grad is not None:
-            # A sum of micro-batches goes on where the unit is planned anew between two of them. Not
-            # on both: a graph may still add to the former.
+            # A sum of micro-batches continues if the unit is planned again between two of them. Not
+            # on both: a graph may still add to the former parameter.
             unsharded.grad_dtype = None
             unsharded.grad, before.grad = before.grad.to(data.device), None
         attach_attributes(self.unsharded, self.attributes)
@@ -280,7 +279,7 @@ class ShardedParam:
         self.manage(self.unsharded)
 
     def manage(self, made: nn.Parameter) -> None:
-        """Let `managed_param` find this by ``made``, and not by what was made before."""
+        """Let `managed_param` find this by ``made``, and not by earlier forms."""
         forms = {id(form) for form in (self.sharded, self.unsharded, self.secondary)}
         for number in self._found_by - forms:
             if _managed.get(number) is self:  # not given out again
@@ -289,7 +288,7 @@ class ShardedParam:
         _managed[id(made)] = self
 
     def gradient_placements(self, grad: torch.Tensor) -> tuple[Placement, ...] | None:
-        """The placements of ``grad`` over tensor-parallel ranks; None: those of the parameter."""
+        """The placements of ``grad`` over tensor-parallel ranks; None: the parameter's."""
         if isinstance(grad, DTensor):
             return tuple(grad.placements)
         if self.annotations is not None and self.annotations.is_summed:
@@ -313,8 +312,8 @@ class ShardedParam:
         if isinstance(grad, DTensor):
             grad = grad.to_local()
         if hasattr(grad, "wait"):
-            # An AsyncCollectiveTensor. It is a wrapper too, but what it wraps is the gradient:
-            # nothing is to be copied, only waited for.
+            # An AsyncCollectiveTensor. It is a wrapper too, but wraps the gradient itself: it needs
+            # no copy, only a wait.
             grad = grad.wait()
         if is_wrapper(grad):
             grad = plain_gradient(grad, self.fqn, check=self.checks_gradient)
@@ -340,7 +339,7 @@ def param_gathered_as(tensor: torch.Tensor) -> ShardedParam | None:
 
 
 def managed_as(tensor: object) -> ShardedParam | None:
-    """The parameter one of whose forms ``tensor`` is; None for anything else."""
+    """The parameter that has ``tensor`` as one of its forms; None for anything else."""
     param = _managed.get(id(tensor))
     forms = () if param is None else (param.sharded, param.unsharded, param.secondary)
     return param if any(form is tensor for form in forms) else None
@@ -350,7 +349,7 @@ def sets_grad_dtype(param: torch.Tensor) -> bool:
     """Whether a user chose the dtype of ``param.grad``."""
     if not hasattr(param, "grad_dtype"):
         return False
-    # Before torch 2.15 a choice of the dtype that it has anyway cannot be told from none.
+    # Before torch 2.15, choosing the default dtype cannot be distinguished from no choice.
     is_set = getattr(param, "_has_grad_dtype_override", None)
     return param.grad_dtype != param.dtype if is_set is None else is_set
 
@@ -359,7 +358,7 @@ EXTENSION_METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
 def is_extension(tensor: torch.Tensor, name: str) -> bool:
-    """Whether the class of ``tensor`` decides what is gathered in its place; see `extension`.
+    """Whether the class of ``tensor`` has its own hooks for the gather; see `extension`.
 
     Raises:
         ValueError: if it defines only one of the two methods.
@@ -389,7 +388,7 @@ def shard_of(flat: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
 
 def slice_with_own_storage(flat: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
     """This rank's shard of a parameter, with a storage of just these bytes of ``flat``."""
-    # ``torch.save`` writes whole storages: of a plain view it would write the whole unit.
+    # ``torch.save`` writes whole storages: for a plain view it would write the whole unit.
     shard = shard_of(flat, slot, rank)
     if shard.numel() == 0:
         return flat.new_empty(shard.shape)
@@ -408,9 +407,9 @@ def _sharded_spec(
         data_parallel[-1] = Shard(dim) if granularity == 1 else block_shard(dim, granularity)
     if tensor_parallel is None:
         return TensorSpec(mesh.mesh, tuple(data_parallel), shape, stride)
-    # Tensor parallelism was applied first. Where both shard the same dim, this rank's
-    # tensor-parallel part is cut once more, and its rows are strided in the whole parameter. With a
-    # plain ``Shard`` checkpoints and ``full_tensor()`` would put them in other places.
+    # Tensor parallelism was applied first. If both shard the same dim, this rank's tensor-parallel
+    # part is split again, and its rows are strided in the whole parameter. With a plain ``Shard``,
+    # checkpoints and ``full_tensor()`` would put them in other places.
     splits = 1
     for size, placement in zip(tensor_parallel.mesh.shape, tensor_parallel.placements, strict=True):
         if isinstance(placement, Shard | _StridedShard) and placement.dim == dim:

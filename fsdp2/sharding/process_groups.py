@@ -1,4 +1,4 @@
-"""Process groups of the library: each is made from one of the user's, with its backend and options.
+"""Process groups of the library: each is made from a user's group, with its backend and options.
 
 ``torch.distributed.new_group`` will not do. Under ``init_process_group(device_id=...)`` it splits
 the communicator of the default group, and every rank of the *world* must take part in that: called
@@ -7,9 +7,9 @@ advance together, and it ignores the timeout, the backend and the options of its
 
 `own_group` makes groups in two ways, and both are collective over the ranks concerned only:
 
-- *split*: on an accelerator, the communicator of the parent is split, if its backend can.
-  All of that group's ranks call. That is quick at any size, since that communicator is connected
-  before. And each rank knows from its own group which of the two ways the others take.
+- *split*: on an accelerator, the communicator of the parent is split, if its backend can do so.
+  All ranks of the parent call. This is fast at any size, since that communicator is connected
+  already. Each rank can tell from its group which of the two ways the others take.
 - *fresh*: a new rendezvous of the ranks at the store, without any split.
 """
 
@@ -47,15 +47,15 @@ def own_group(
     *,
     connect: bool = True,
 ) -> dist.ProcessGroup:
-    """A new group with a communicator of its own; backend, options and timeout are ``parent``'s.
+    """A new group with a separate communicator, and ``parent``'s backend, options and timeout.
 
     Collective over ``ranks``. If they are a subset of the ranks of ``parent``, all ranks of
     ``parent`` call, each for its own subset. The group serves ``device`` only.
 
     Args:
-        parent: a group of which this rank is a member.
+        parent: a group that includes this rank.
         purpose: part of the group's name, and its description.
-        ranks: global ranks, in the order of their numbers in the group; None: those of ``parent``.
+        ranks: global ranks, in the order of their numbers in the group; None: all of ``parent``.
         connect: make the communicator now, before memory is scarce, and not at the first use.
     """
     theirs = dist.get_process_group_ranks(parent)
@@ -90,15 +90,15 @@ def native_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
 def connect_group(group: dist.ProcessGroup, device: torch.device) -> None:
     """Let ``group`` make its communicator now, by a small collective on the current stream.
 
-    In it the ranks tell each other on which hosts they are, for `num_hosts`.
+    The ranks also exchange their hosts in it, for `num_hosts`.
     """
     # NCCL makes it at the first collective: hundreds of megabytes of buffers. In the first step
     # that is at peak memory, and while other ranks are in other collectives.
     backend = None if device.type == "cpu" else native_backend(group, device)
     if backend is None or backend.name().lower() in _CONNECTED or group in _num_hosts:
         return
-    # What NCCL tells hosts apart by. (Not LOCAL_WORLD_SIZE: that may differ between hosts, and what
-    # follows from their number may not.)
+    # NCCL identifies hosts by this. (Not LOCAL_WORLD_SIZE: it may differ between hosts, but the
+    # results must be the same on all ranks.)
     name = os.environ.get("NCCL_HOSTID") or f"{socket.gethostname()} {boot_id()}"
     hosts = torch.zeros(group.size(), dtype=torch.int64, device=device)
     hosts[group.rank()] = zlib.crc32(name.encode())
@@ -108,7 +108,7 @@ def connect_group(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def num_hosts(group: dist.ProcessGroup | None) -> int:
-    """Of the ranks of ``group``, the same on all of them; 1 where `connect_group` asks nobody."""
+    """Hosts of the ranks of ``group``, the same on all; 1 if `connect_group` did not ask."""
     return 1 if group is None else _num_hosts.get(group, 1)
 
 
@@ -134,7 +134,7 @@ def _splits(group: dist.ProcessGroup, device: torch.device) -> bool:
 def _split(
     parent: dist.ProcessGroup, device: torch.device, purpose: str, numbers: Sequence[int]
 ) -> dist.ProcessGroup:
-    # NCCL can only split a communicator that is there, and may deadlock if operations on it are
+    # NCCL can only split an existing communicator, and may deadlock if operations on it are
     # outstanding.
     connect_group(parent, device)
     torch.get_device_module(device).synchronize(device)
@@ -150,9 +150,9 @@ def _split(
         **(only if len(parent._device_types) > 1 else {}),
     )
     assert group is not None
-    # ``ProcessGroup.split_group`` tells torch's registry nothing. From here on it is what
-    # ``torch.distributed`` looks up for a group: backend and store, the name by which functional
-    # collectives find it, and the tags that ``destroy_process_group`` goes by.
+    # ``ProcessGroup.split_group`` registers nothing with torch. So the rest registers everything
+    # that ``torch.distributed`` looks up for a group: backend and store, the name by which
+    # functional collectives find it, and the tags that ``destroy_process_group`` uses.
     group.bound_device_id = parent.bound_device_id
     world = c10d._world
     backend = _backend_names(parent, device)
@@ -194,14 +194,14 @@ def _fresh(
             device_id=bound if at_once else None,
             group_desc=purpose,
         )
-    assert isinstance(group, dist.ProcessGroup)  # what others than its ranks get is a number
+    assert isinstance(group, dist.ProcessGroup)  # (ranks outside the group get a number)
     return group
 
 
 @contextmanager
 def _without_binding() -> Iterator[torch.device | None]:
-    """Inside, the default group is bound to no device, so that torch does not split it."""
-    # There is no argument for that: the helper asks the default group, whatever ``device_id`` says.
+    """Context in which the default group is bound to no device, so that torch does not split it."""
+    # There is no argument for that: the helper asks the default group, and ignores ``device_id``.
     default = c10d._get_default_group()
     bound = getattr(default, "bound_device_id", None)
     if bound is not None:
@@ -226,7 +226,7 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 
 
 def _options(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """A copy of the backend's options, since a new group writes into what it is given."""
+    """A copy of the backend's options, since a new group writes into its options."""
     backend = native_backend(group, device)
     try:
         return copy.deepcopy(backend.options)
@@ -235,14 +235,14 @@ def _options(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 
 def _backend_names(group: dist.ProcessGroup, device: torch.device) -> str:
-    """As ``init_process_group`` takes it: "cuda:nccl"."""
+    """The backends in the form that ``init_process_group`` takes: "cuda:nccl"."""
     config = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
     return f"{device.type}:{config[device.type]}"
 
 
 def _name(purpose: str, ranks: Sequence[int]) -> str:
-    """A new name, the same on all ``ranks``, whatever other groups each of them has made."""
-    # torch's own counter is advanced by every group that a rank makes. Were it used for groups of
+    """A new name, the same on all ``ranks``, regardless of other groups that each has made."""
+    # torch's counter is advanced by every group that a rank makes. If it were used for groups of
     # some ranks, the next group of all would have different names, and hang. So the count is per
     # purpose and ranks, which make these groups together. (A digest: names are keys of the store.)
     made = _num_made.setdefault(c10d._get_default_group(), Counter())
@@ -252,5 +252,5 @@ def _name(purpose: str, ranks: Sequence[int]) -> str:
     return f"fsdp2_{digest}_{made[key]}"
 
 
-# By default group, whose store has the keys: after a new ``init_process_group`` names start again.
+# Keyed by default group, whose store has the keys: a new ``init_process_group`` restarts the names.
 _num_made: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[object, ...]]] = WeakKeyDictionary()

@@ -1,9 +1,8 @@
 """A snapshot as one checkpoint folder, for the reader that also reads those on disk.
 
-Parts that are on this host are linked. Of those elsewhere only the small files are fetched; of
-their data files there are sparse ones with the header, so that they take up no memory, and what a
-rank reads of them is fetched then. So each rank receives the bytes of its own shards, at any number
-of ranks.
+Parts that are on this host are linked. Of other parts, only the small files are fetched. Their data
+files are sparse files with the header, so that they take up no memory; bytes are fetched when a
+rank reads them. So each rank receives the bytes of its shards only, at any number of ranks.
 """
 
 from __future__ import annotations

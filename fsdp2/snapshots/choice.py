@@ -1,8 +1,8 @@
 """Which snapshot to restore, from what is found where: pure.
 
 No clock is read: sessions (from one start of the processes to the next) are numbered, each one more
-than the highest number that any host knows when it begins. So a host that was away and comes back
-with what it has from an earlier session does not win over those that went on without it.
+than the highest number that any host has seen when it begins. So a host that was away, and comes
+back with snapshots of an earlier session, does not override the hosts that continued without it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Generation:
     """One snapshot of all ranks. Ordered by session, then by step.
 
     Attributes:
-        nonce: of the session: tells apart two of the same number, which hosts may have begun that
-            did not see each other.
+        nonce: of the session. Hosts that did not see each other may have begun sessions of the same
+            number.
     """
 
     session: int
@@ -77,7 +77,7 @@ class Choice:
 def choose(
     inventories: Mapping[str, Iterable[PartName]], bad: Set[tuple[str, PartName]] = frozenset()
 ) -> Choice | None:
-    """The newest snapshot of which every rank's part is found somewhere; None: there is none.
+    """The newest snapshot that has every rank's part in some folder; None: there is none.
 
     Args:
         inventories: the parts in each folder.

@@ -1,4 +1,4 @@
-"""The folder of a training's snapshots on one host: written, checked and cleaned up.
+"""The folder of a run's snapshots on one host: written, checked and cleaned up.
 
 ::
 
@@ -102,8 +102,8 @@ class Folder:
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"Another process is rank {rank} of a run that keeps its snapshots in "
-                    f"{self.path}. Give each training a run name of its own; if it is a process "
-                    "that was left behind, end it"
+                    f"{self.path}. Give each run its own name; if it is a process that was left "
+                    "behind, end it"
                 )
             time.sleep(0.05)
         progress = self.path / f"progress-{rank:05d}"
@@ -126,7 +126,7 @@ class Folder:
     def note_progress(self, session: int, step: int) -> None:
         """Note the step that this rank has come to; one write of 16 bytes.
 
-        Where there is no room for even these, what is lost is not known; training goes on.
+        Without room for even these, it stays unknown how many steps are lost; training continues.
         """
         with suppress(OSError):
             os.pwrite(self._progress, _PROGRESS.pack(session, step), 0)
@@ -253,7 +253,7 @@ def _try_lock(path: Path) -> int:
 
 
 def checked(manifest: Manifest, part: PartName, shown: str) -> Manifest:
-    """``manifest``, if it is that of ``part``.
+    """``manifest``, if it belongs to ``part``.
 
     Raises:
         CorruptCheckpoint: if not.

@@ -23,7 +23,7 @@ from .transfer import Address, Server
 
 @dataclass(frozen=True)
 class Member:
-    """What a rank tells the others.
+    """What a rank announces to the others.
 
     Attributes:
         host: what fails together with it.
@@ -113,7 +113,7 @@ class Session:
         folder = Folder(directory, run)
         folder.lock(self.rank)
         self.folder = folder
-        # No rank of this session writes before all have told, and those of earlier ones are gone.
+        # No rank of this session writes before all have met, and earlier sessions' ranks are gone.
         folder.remove_unfinished()
         remove_stale(directory, folder.path, stale_s)
         self.server = Server(folder, address or own_address(), self.secret)

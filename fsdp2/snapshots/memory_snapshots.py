@@ -38,11 +38,11 @@ CLOSE_S = 600.0
 
 @dataclass
 class Restored(Loaded):
-    """What `MemorySnapshots.restore` found: as `Checkpointer.load` returns it, and
+    """What `MemorySnapshots.restore` found: everything in `Loaded`, and the origin.
 
     Attributes:
         origin: "memory" or "disk".
-        last_step: the last step that is known to have been finished before; None: unknown.
+        last_step: the last step known to have been finished before the restart; None if unknown.
     """
 
     origin: str = "memory"
@@ -50,67 +50,68 @@ class Restored(Loaded):
 
     @property
     def lost_steps(self) -> int | None:
-        """Number of finished steps that have to be done again, None if unknown."""
+        """The number of finished steps that must be repeated; None if unknown."""
         return None if self.last_step is None else max(0, self.last_step - self.step)
 
 
 class MemorySnapshots:
     """Keeps the state of training in host memory, on its own host and on another one.
 
-    Every few steps each rank copies what it would save in a checkpoint to host memory; training
-    goes on, while a thread writes it to files in memory (``/dev/shm``) and sends a copy to a rank
-    of another host, its neighbour. After a restart, `restore` takes the newest snapshot of which
-    every part is found on any host that is left: a killed process finds its own files, a new host
-    gets those of the one it replaces from the neighbour. No disk is involved, and any number of
-    ranks can resume (as with `Checkpointer`, on another number without random state).
+    Every few steps, each rank copies its checkpoint state to host memory. Training continues while
+    a thread writes the state to files in memory (``/dev/shm``) and sends a copy to the rank's
+    neighbour, a rank on another host. After a restart, `restore` loads the newest snapshot whose
+    parts can all be found on the remaining hosts. A restarted process finds its own files; a new
+    host gets the parts of the host that it replaces from the neighbour. No disk is involved. Any
+    number of ranks can resume (on another number without random state, as with `Checkpointer`).
 
-    A snapshot is removed only when a later one is whole on all ranks, with its copies: a kill at
-    any moment leaves one that can be restored. Every byte is compared with its checksum before it
-    is used; what is damaged counts as lost, and the other copy is taken. If both copies of a part
-    are lost, there remains the disk: save with a `Checkpointer` now and then.
+    A snapshot is removed only when a later one is complete on all ranks, with its copies. So a kill
+    at any moment leaves one that can be restored. Every byte is compared with its checksum before
+    it is used. A damaged part counts as lost, and its other copy is used. If both copies of a part
+    are lost, only the disk remains: also save with a `Checkpointer` now and then.
 
-    *Memory*: in ``directory`` two snapshots of what this rank and the rank whose copies it holds
-    save (for AdamW in fp32, 12 bytes for each parameter of a shard, so 48 in all), and one more of
-    this rank's own in (pinned) memory of the process. Too little is an error in the first
-    `after_step`. *Time*: the current stream waits for the copy to host memory, and nothing else
-    does. While the last snapshot is not finished everywhere, the next ones are left out, on all
-    ranks alike, with a warning the first time.
+    *Memory*: ``directory`` holds two snapshots of this rank's state, and two of the state of the
+    rank whose copies it keeps. With AdamW in fp32, each has 12 bytes per parameter of a shard, so
+    they take 48 in all. The process holds one more snapshot in (pinned) memory. The first
+    `after_step` raises an error if there is too little memory. *Time*: only the current stream
+    waits for the copy to host memory. While a snapshot is unfinished on any rank, all ranks skip
+    later ones, with a warning the first time.
 
-    All ranks create one after ``init_process_group``, again in each restart, and call the same
-    methods for the same steps. Nothing goes through training's process groups: a few bytes go
-    through the store, the rest through TCP connections of its own.
+    All ranks create one after ``init_process_group``, again after each restart, and call the same
+    methods for the same steps. Training's process groups are not used: a few bytes go through the
+    store, the rest through separate TCP connections.
 
-    Gemini (Wang et al., SOSP 2023) showed that copies in the memory of another host make frequent
-    snapshots and quick restarts possible; hosts hold copies for each other in pairs, as there.
+    Gemini (Wang et al., SOSP 2023) showed that copies in another host's memory allow frequent
+    snapshots and quick restarts. As in Gemini, hosts hold copies for each other in pairs.
 
     Args:
-        run: names the training. The same after a restart: what it left is restored then. Two
-            trainings at the same time need different names.
-        every: snapshots are taken after the steps that this divides, and after the first step of a
-            session, since copies may be missing from then on.
-        directory: a folder in memory, on each host its own. At most the processes may end and not
-            the host, so a folder on a local disk is possible too.
-        host: what fails together; by default each machine on its own. Name racks, say, to have
-            copies in other ones.
-        max_mb_per_s: how many million bytes per second this rank sends to its neighbour at most,
-            so that training has the rest of the link. None: no limit.
-        address: of this host, by which the others reach it. By default that of
+        run: the name of the run. Use the same name after a restart to restore its snapshots.
+            Simultaneous runs need different names.
+        every: take a snapshot after each step that this divides. The first step after each start
+            also takes one, since copies may be missing by then.
+        directory: a folder in memory, separate on each host. A folder on a local disk works too, as
+            it outlives the processes.
+        host: a name for the machines that fail together; by default each machine on its own. Pass
+            the name of the rack, for example, to keep copies in other racks.
+        max_mb_per_s: limit for sending to the neighbour, in million bytes per second, which leaves
+            the rest of the link to training. None: no limit.
+        address: the address by which the other hosts reach this one. By default the address of
             ``GLOO_SOCKET_IFNAME``, or the one from which ``MASTER_ADDR`` is reached.
         rank_local: as for `save_model`.
-        stale_s: snapshots of other runs in ``directory`` that no process holds are removed if
-            nothing was written to them for this many seconds.
+        stale_s: remove snapshots of other runs in ``directory`` that no process holds after this
+            many seconds without a write.
         max_device_bytes: as for `Checkpointer`.
 
     Attributes:
         run, every: as given.
-        complete: the last step known to be whole on all ranks, with all copies; None before that.
-        skipped: how many snapshots were left out.
+        complete: the step of the last snapshot known to be complete on all ranks, with all copies;
+            None before that.
+        skipped: how many snapshots were skipped.
         neighbour: the rank that holds copies of this rank's parts; None if there is one host.
 
     Raises:
-        ValueError: for a name that is none for a file, or ``every`` below 1.
-        CheckpointError: on all ranks, if one cannot take part: the folder cannot be made, another
-            job uses it, hosts share one, or the address is wrong.
+        ValueError: if ``run`` is not a valid file name, or ``every`` is below 1.
+        CheckpointError: on all ranks, if one cannot take part: the folder cannot be created,
+            another job uses it, hosts share it, or the address is wrong.
 
     Example::
 
@@ -182,21 +183,21 @@ class MemorySnapshots:
         scheduler: Any = None,
         extra: Any = None,
     ) -> bool:
-        """Tell that a step is finished, and take a snapshot if it is time for one.
+        """Report that a step is finished, and begin a snapshot if one is due.
 
         Args:
-            step: at least 0, in increasing order. Call this after every step: what
-                is lost in a fault is known from that.
+            step: the step number, at least 0 and increasing. Call this after every step, so that
+                `Restored.lost_steps` is known after a fault.
             model, optimizer, scheduler, extra: as for `Checkpointer.save`.
 
         Returns:
             Whether a snapshot was begun; the same on all ranks.
 
         Raises:
-            CheckpointError: if ranks are at different steps, or, at the first snapshot, a host has
-                too little memory: on all ranks then.
-            ValueError: if ``step`` is not above that of the last snapshot.
-            TypeError: if ``extra`` or a state holds something other than plain values.
+            CheckpointError: if ranks are at different steps; at the first snapshot, on all ranks,
+                if a host has too little memory.
+            ValueError: if ``step`` is not above the last snapshot's step.
+            TypeError: if ``extra`` or a state holds other than plain values.
         """
         self._check_open()
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
@@ -237,7 +238,7 @@ class MemorySnapshots:
             )
             thread.start()
         except BaseException:
-            added(f"{self._key}/ended", 1)  # the others go on
+            added(f"{self._key}/ended", 1)  # the others continue
             raise
         self._thread = thread
         return True
@@ -245,7 +246,7 @@ class MemorySnapshots:
     def _agree_to_start(self, step: int) -> bool:
         """Whether to take a snapshot of ``step``: the first rank decides for all of them.
 
-        Ranks that decided on their own would begin different ones, none of which is ever whole.
+        Ranks that decided on their own would begin different ones, and none would ever be whole.
         """
         decision = ""
         if self.rank == self.ranks[0]:
@@ -263,9 +264,9 @@ class MemorySnapshots:
             self.skipped += 1
             if self.skipped == 1 and self.rank == self.ranks[0]:
                 warnings.warn(
-                    f"The snapshot of step {step} is left out: that of step "
+                    f"The snapshot of step {step} is left out: the snapshot of step "
                     f"{self._pending.step if self._pending else '?'} is still being copied. Take "
-                    "them less often, or raise max_mb_per_s. (More of them are counted only: "
+                    "them less often, or raise max_mb_per_s. (Further ones are only counted, in "
                     "`skipped`)",
                     stacklevel=3,
                 )
@@ -273,7 +274,7 @@ class MemorySnapshots:
 
     @property
     def _key(self) -> str:
-        """Of the numbers in the store that say how far all ranks are with the last snapshot."""
+        """The prefix of the store's counts of how far all ranks are with the last snapshot."""
         return self._key_of(self._count)
 
     def _key_of(self, count: int) -> str:
@@ -322,8 +323,8 @@ class MemorySnapshots:
             added(f"{key}/copied", 1)
         except BaseException as error:
             self._failure = (
-                f"A snapshot of rank {self.rank} is not complete, training goes on with those "
-                f"before it: {type(error).__name__}: {error}"
+                f"A snapshot of rank {self.rank} is not complete; training continues with the "
+                f"earlier ones: {type(error).__name__}: {error}"
             )
         finally:
             with suppress(RuntimeError, ValueError):  # the store is gone as the program ends
@@ -380,14 +381,14 @@ class MemorySnapshots:
         checkpoints: Checkpointer | None = None,
         device: torch.device | str | None = None,
     ) -> Restored | None:
-        """Load the newest state that is left: in memory or, if that is newer, on disk.
+        """Load the newest state: from memory or, if the disk has a newer one, from disk.
 
         Args:
             model, optimizer, scheduler, device: as for `Checkpointer.load`.
-            checkpoints: those of the same training on disk; on all ranks or on none.
+            checkpoints: the checkpoints of the same run on disk; pass them on all ranks or on none.
 
         Returns:
-            What was loaded; None, on all ranks, if there is nothing at all.
+            A report; None, on all ranks, if there is nothing to load.
 
         Raises:
             CheckpointError: on all ranks, if a rank cannot load its part.
@@ -490,21 +491,21 @@ class MemorySnapshots:
             warnings.warn(failure, stacklevel=3)
 
     def clear(self) -> None:
-        """Remove all snapshots of this run, to begin anew under its name; on all ranks."""
+        """Remove all snapshots of this run, to start over under its name; call it on all ranks."""
         self._check_open()
         self.wait()
         self._told("clear")
         if self._session.cleans:
             self._folder.remove(set(), self._folder.parts())
-        self._told("go on after clear() of")
+        self._told("continue after clear() of")
         self._base = self._kept = self._pending = self.complete = None
 
     def close(self, *, keep: bool = False, timeout: float = CLOSE_S) -> None:
-        """End, on all ranks: wait for the last snapshot, then remove all of this run.
+        """Wait for the last snapshot, then remove all of this run's; call it on all ranks.
 
         Args:
-            keep: leave them, for a later job of this name to go on from.
-            timeout: seconds to wait for this rank's own last snapshot.
+            keep: keep them, so that a later job of this name can resume from them.
+            timeout: seconds to wait for this rank's part of the last snapshot.
         """
         if self._closed:
             return

@@ -1,4 +1,4 @@
-"""Which rank holds the copy of which: pure."""
+"""Which rank holds whose copy: pure."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def neighbours(places: Sequence[SnapshotPlace]) -> list[int | None]:
     one host only; None where there is one folder only.
 
     Hosts hold copies for each other in pairs (of an odd number, the last three in a ring), not
-    all in one ring: both survive the loss of any one host, but of the n (n - 1) / 2 ways to lose
-    two at once, n / 2 take both copies of something in pairs and n in a ring. Gemini (Wang et al.,
-    SOSP 2023, section 4) shows that nothing is better than groups.
+    all in one ring. Both survive the loss of any one host. But there are n (n - 1) / 2 ways to lose
+    two hosts at once: n / 2 of these lose both copies of a part with pairs, and n with a ring.
+    Gemini (Wang et al., SOSP 2023, section 4) shows that nothing is better than groups.
     """
     several_hosts = len({place.host for place in places}) > 1
     ranks_of: dict[Hashable, list[int]] = {}

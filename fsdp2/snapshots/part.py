@@ -1,4 +1,4 @@
-"""Writing a part of a snapshot: what a rank writes of a checkpoint, with files of its own."""
+"""Writing a part of a snapshot: what a rank writes of a checkpoint, in separate files."""
 
 from __future__ import annotations
 

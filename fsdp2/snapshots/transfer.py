@@ -3,9 +3,10 @@
 Not by a process group: training's collectives keep their order, nothing waits for a training step,
 and a rank that is killed in the middle of a message takes no communicator with it.
 
-Each rank has a server, and connects to those of others. A message is its length in four bytes, a
-JSON object, and as many raw bytes as that says. The first one has the secret of this session, which
-the ranks agreed on in the process group's store; a server hears nothing from anyone else.
+Each rank has a server, and connects to the servers of others. A message is its length in four
+bytes, a JSON object, and as many raw bytes as the object states. The first message has the secret
+of this session, which the ranks agreed on in the process group's store; a server accepts no
+connection without it.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class Server:
     Args:
         folder: where they are.
         address: to listen at.
-        secret: which the other ranks know.
+        secret: which the other ranks have too.
     """
 
     def __init__(self, folder: Folder, address: str, secret: str = "") -> None:
@@ -248,7 +249,7 @@ def older_parts(folder: Folder, part: PartName) -> list[PartName]:
 
 
 class _Ended(Exception):
-    """The connection is over, or is to be."""
+    """The connection is over, or must end."""
 
 
 class Peer:

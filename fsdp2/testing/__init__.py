@@ -1,7 +1,7 @@
 """Tools to test ``fsdp2``, and programs that use it, without the target hardware.
 
-- `SimulatedGroup`: a process group in one process that moves as many bytes as a real one and
-  takes as long as a `Link` would.
+- `SimulatedGroup`: a process group in one process. Its collectives move as many bytes as real ones
+  and take as long as they would on a `Link`.
 - `check`: a happens-before checker for a list of events; does not need torch.
 - `account_gradients`: follows every gradient that autograd produces, and raises if one is lost.
 - `recording`: runs training on the CPU as if on a device with streams, and records its order.

@@ -93,7 +93,7 @@ class SimulatedDevice:
     def Stream(self, device: Any = None, priority: int = 0) -> SimulatedStream:  # noqa: N802
         """A new stream. Every runtime creates its own, in the same order.
 
-        If ``device`` is a string, a test's own stream of that name.
+        If ``device`` is a string, a test's own stream with that name.
         """
         if isinstance(device, str):
             return SimulatedStream(self, device)

@@ -1,4 +1,4 @@
-"""Determines from its schema what an operation of torch reads and writes."""
+"""Determines what an operation of torch reads and writes, from its schema."""
 
 from __future__ import annotations
 

@@ -28,22 +28,22 @@ _UNREDUCED = ("on_param", "taken")
 def account_gradients() -> Iterator[None]:
     """Follow every gradient that autograd produces, and raise if one does not arrive.
 
-    Covers all sharded modules of this process, including existing ones. The context may begin and
-    end anywhere in training, also between forward and backward or between micro-batches; earlier
-    gradients are not tracked. Each accumulation into an unsharded parameter is recorded, by
+    The context covers all sharded modules of this process, including existing ones. It may begin
+    and end anywhere in training, also between forward and backward or between micro-batches;
+    earlier gradients are not tracked. Each accumulation into an unsharded parameter is recorded, by
     parameter and micro-batch, and followed through accumulation and reductions to the ``.grad`` of
-    the sharded parameter. All of them must have arrived at the end of a backward with gradient sync
-    (or of `FSDPModule.finalize_backward`, or of a pipeline's step) and at each optimizer step.
-    Costs a few microseconds per parameter and micro-batch, no memory and no communication; outside
-    the context it costs nothing.
+    the sharded parameter. All gradients must have arrived at the end of a backward with gradient
+    sync (or of `FSDPModule.finalize_backward`, or of a pipeline's step) and at each optimizer step.
+    The context costs a few microseconds per parameter and micro-batch, but no memory and no
+    communication.
 
     Micro-batches are numbered from 0 in every iteration, in the order of the root's forwards.
 
     Raises:
-        GradientLostError: names the unit, the parameter, the micro-batch, and where the gradient
-            was last seen; raised by ``backward()``, ``finalize_backward()`` or
-            ``optimizer.step()``.
-        RuntimeError: if it is already active.
+        GradientLostError: from ``backward()``, ``finalize_backward()`` or ``optimizer.step()``.
+            The message names the unit, the parameter, the micro-batch, and the place where the
+            gradient was last seen.
+        RuntimeError: if such a context is already active.
 
     Example:
         >>> with fsdp2.testing.account_gradients():
@@ -71,7 +71,7 @@ def _close() -> None:
 
 
 class _Accounts(TreePart):
-    """The accounts of one tree, which hear where its gradients go."""
+    """The accounts of one tree; receives the events of its gradients."""
 
     runtime: Runtime
 

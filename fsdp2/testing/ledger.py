@@ -4,10 +4,10 @@ The account of a unit follows each gradient (of one parameter and one micro-batc
 
     made -> on the parameter -> taken -> in a reduction -> (partial) -> reduced
 
-Without gradient sync, those of several micro-batches are on the parameter, as one sum. The step in
-brackets is optional: reduction over shards only, before an all-reduce over replicas. A gradient
-that leaves this path is lost, unless it was dropped on purpose: after a failed backward, or by
-`FSDPModule.reset_iter_state`.
+Without gradient sync, the gradients of several micro-batches are on the parameter, as one sum. The
+step in brackets is optional: reduction over shards only, before an all-reduce over replicas. A
+gradient that leaves this path is lost, unless it was dropped on purpose: after a failed backward,
+or by `FSDPModule.reset_iter_state`.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ class GradientAccount:
     Attributes:
         current: the micro-batch whose backward is in the unit.
         owed: micro-batches of a pipeline whose backward computed only gradients of inputs.
-        unseen: those of them during whose backward the modules did not hold the unsharded
-            parameters, so that no code could request their gradients.
-        has_made: whether autograd has accumulated any since the last backward ended.
+        unseen: those micro-batches of ``owed`` in whose backward the modules did not hold the
+            unsharded parameters, so that no code could request their gradients.
+        has_made: whether autograd has accumulated any gradient since the last backward ended.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -111,9 +111,9 @@ class GradientAccount:
         self.unseen: list[int] = []
         self.is_queued = False
         self.has_made = False
-        self._passed: list[tuple[int, bool]] = []  # `owed` and whether `unseen`, if it turns out so
+        self._passed: list[tuple[int, bool]] = []  # for `owed` and `unseen`, if it belongs there
         self._handles: list[Any] = []  # of hooks
-        self._numbers: dict[int, int] = {}  # of micro-batches, by those of forwards of the root
+        self._numbers: dict[int, int] = {}  # of micro-batches, by number of the root's forward
 
     # -- micro-batches ----------------------------------------------------------------------
 
@@ -129,8 +129,8 @@ class GradientAccount:
     def backward_ended(self, *, made: bool) -> None:
         """
         Args:
-            made: whether it has accumulated gradients of any unit. Then it was a whole backward:
-                units that it passed without any have not used their parameters.
+            made: whether it has accumulated gradients of any unit. If so, it was a whole backward,
+                and units without gradients have not used their parameters.
         """
         if not made:
             self.owed += [micro_batch for micro_batch, _ in self._passed]
@@ -158,14 +158,14 @@ class GradientAccount:
         return handle
 
     def leave(self, handle: Any) -> None:
-        """Keep no handle of a hook on a tensor that was replaced: the two end together."""
+        """Drop the handle of a hook on a replaced tensor: the hook ends with the tensor."""
         self._handles.remove(handle)
 
     def close(self) -> None:
         """Stop following gradients and forget the account.
 
-        Gradients are not seen from now on, so an account that was reused later would take one that
-        was reduced in the meantime for a lost one.
+        Gradients are not seen from now on. If the account were reused later, a gradient that was
+        reduced in the meantime would seem lost.
         """
         for handle in self._handles:
             handle.remove()
@@ -239,8 +239,8 @@ class GradientAccount:
             found += [
                 (
                     names,
-                    f"micro-batch {m}: backward computed only the gradients of inputs, and those "
-                    "of these parameters were never computed",
+                    f"micro-batch {m}: backward computed only the gradients of inputs, but never "
+                    "the gradients of these parameters",
                 )
                 for m in missing
             ]
@@ -282,7 +282,7 @@ def watch(account: GradientAccount, unit: Unit, on_made: Any) -> None:
     account.records = {}
     for param in unit.params:
         record = account.records[id(param)] = before.get(id(param)) or GradientRecord(param)
-        if record.whose != id(param.sharded):  # a user's, which the old gradients are not of
+        if record.whose != id(param.sharded):  # a user's; the old gradients do not belong to it
             record.forget()
             record.whose = id(param.sharded)
         tensor = param.unsharded

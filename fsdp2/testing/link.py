@@ -25,9 +25,10 @@ class Transfer:
 
     Attributes:
         name: such as ``simulated::all_gather``.
-        wire_bytes: bytes that this rank sent: the S of the formula times its factor.
-        seconds: duration by the formula.
-        begin, end: when it used the link, in seconds of ``time.perf_counter``. On CUDA both are
+        wire_bytes: bytes that this rank sent: S times its factor in the formula of
+            `SimulatedGroup`.
+        seconds: duration by that formula.
+        begin, end: when it used the link, in seconds of ``time.perf_counter``. On CUDA, both are
             the time when it was enqueued; the profiler shows when it ran.
     """
 
@@ -41,11 +42,11 @@ class Transfer:
 class Link:
     """A link shared by the collectives of the same ranks, which use it one after the other.
 
-    They run in the order of the calls, as on one NCCL communicator. Real communicators over the
-    same wires would share the bandwidth instead, which takes the same time in total.
+    The collectives run in the order of the calls, as on one NCCL communicator. Real communicators
+    over the same wires would share the bandwidth instead, which takes the same time in total.
 
     Args:
-        bandwidth: bytes per second that a rank sends; may be ``math.inf``. May be changed while
+        bandwidth: bytes per second that a rank sends; may be ``math.inf``. It may be changed while
             nothing is in flight.
         latency: seconds per collective.
 
@@ -71,7 +72,7 @@ class Link:
         self._event: Any = None
 
     def seconds(self, wire_bytes: float) -> float:
-        """How long a collective takes in which every rank sends ``wire_bytes``."""
+        """Duration of a collective in which every rank sends ``wire_bytes``."""
         return self.latency + wire_bytes / self.bandwidth
 
     def close(self) -> None:
@@ -126,8 +127,8 @@ class Link:
         """Spin and copy on the current stream, or on one of the link's.
 
         Args:
-            own: use the link's stream; the work's ``wait`` makes the stream that is current then
-                wait.
+            own: use the link's stream; the work's ``wait`` then blocks the stream that is current
+                at that time.
         """
         device = result[0].device
         stream = torch.cuda.current_stream(device)

@@ -1,22 +1,22 @@
 """Proves the order of work on several streams: happens-before over a list of events.
 
-A trace is what the host did, in order: it launched work on streams, recorded events and made
-streams wait for them, and allocated and freed memory. From it, vector clocks determine what is
-guaranteed to happen before what, however fast or slow each stream runs:
+A trace lists the host's actions in order: it launches work on streams, records events, makes
+streams wait for them, and allocates and frees memory. From a trace, vector clocks determine which
+work always happens before which, however fast or slow each stream runs:
 
-- work on a stream happens after earlier work on this stream, after everything that the stream was
-  made to wait for, and after everything that the host had done or waited for;
-- an event stands for the work on its stream up to its last `Record` before the `Wait`;
+- work on a stream happens after earlier work on the stream, after everything that it waited for,
+  and after everything that the host had done or waited for;
+- an event represents the work on its stream up to its last `Record` before the `Wait`;
 - the host is ordered after work only if it waited for it (`Synchronize`, `Finish`).
 
 The rules, over byte ranges of blocks of memory:
 
 - a read happens after every write to the range, and every byte of it was written since the block
-  was allocated (if it may contain padding, at least one);
+  was allocated (if it may contain padding, at least one byte);
 - a write happens after every read and every write of the range;
 - an access happens after the point on the owner's stream at which the block was allocated;
 - a block is freed only when all accesses happen before the next work of the *owner's stream*: a
-  caching allocator may hand it out again on that stream at once, and on no other;
+  caching allocator may reuse it on that stream at once, and on no other;
 - nothing is accessed after it was freed;
 - a range that is *held* (a gradient that is still needed) is neither overwritten nor freed;
 - every message is waited for exactly once, and no stream waits for an event that was never
@@ -53,9 +53,9 @@ Clock = dict[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """An access to bytes ``start`` to ``stop`` of a block; with ``reads`` and ``writes``, in place.
+    """An access to bytes ``start`` to ``stop`` of a block; in place if ``reads`` and ``writes``.
 
-    With ``padded``, part of what is read may be padding that was never written.
+    With ``padded``, some of the bytes may be padding that was never written.
     """
 
     block: int
@@ -68,10 +68,10 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Work put on a stream; on ``HOST``, it is done at once.
+    """Work that is launched on a stream; on ``HOST``, it is done at once.
 
-    With ``message``, the work of a host-ordered collective: ``stream`` represents the network, and
-    `Finish` makes the host wait.
+    With ``message``, it is the work of a host-ordered collective: ``stream`` represents the
+    network, and `Finish` makes the host wait.
     """
 
     stream: str
@@ -129,7 +129,7 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """From now on only ``ranges`` of the block are held for this ``reason``."""
+    """From now on, exactly ``ranges`` of the block are held for this ``reason``."""
 
     block: int
     reason: str
@@ -366,7 +366,7 @@ class Checker:
             return
         start, stop, stream = access.start, access.stop, event.stream
         # Accesses inside this one and ordered before it need not be checked again: a write comes
-        # after everything there, a read after earlier reads of its own stream.
+        # after everything there, a read after earlier reads of the same stream.
         block.past = [
             past
             for past in block.past
@@ -394,7 +394,7 @@ def check(events: Iterable[Event]) -> list[Violation]:
     """Return all violations of a trace.
 
     Args:
-        events: as `recording` collects them, or written by hand.
+        events: a trace of `recording`, or a list written by hand.
 
     Example:
         >>> allocate = Allocate(block=0, nbytes=8, stream="compute")

@@ -47,13 +47,13 @@ def recording(
 ) -> Iterator[Recorder]:
     """Record everything inside the context, for `check`.
 
-    The tensors are CPU tensors, and the process group may be of any backend (``fake`` needs only
-    one process; values are wrong then, but the order is right). Create, shard and train the model
-    inside the context, and do not use it afterwards.
+    Use CPU tensors, and a process group of any backend. With ``fake``, which needs only one
+    process, the values are wrong but the order is right. Create, shard and train the model inside
+    the context, and do not use it afterwards.
 
     Args:
-        host_ordered: record the CPU path, where functions finish collectives, instead of the one
-            with streams and events.
+        host_ordered: record the path for CPUs, where the host waits for collectives, instead of the
+            path with streams and events.
         offload: distinguish host memory from device memory, for units with ``CPUOffloadPolicy``.
         exchange: with ``host_ordered``, use the point-to-point transport of small gloo groups.
 
@@ -109,7 +109,7 @@ class _Transports(MeshTransports):
 
 
 class _Bucket(Bucket):
-    """Tells where it allocates host memory: where shards are offloaded."""
+    """Marks its allocations of host memory, which it makes for offloaded shards."""
 
     @override
     def shard_from(self, sources: Sequence[torch.Tensor], *, whole: bool) -> None:
@@ -132,8 +132,8 @@ class _Bucket(Bucket):
 
 
 class _Reduction(Reduction):
-    """Must not overwrite sharded gradients that are still needed: those that are attached, and
-    those that a reduction in flight is writing."""
+    """Must not overwrite sharded gradients that are still needed: attached ones, and ones that a
+    reduction in flight is writing."""
 
     @override
     def launch(self, streams: Streams) -> None:
@@ -171,7 +171,7 @@ class _Unit(Unit):
 
     def __init__(self, modules: Any, mesh: Any, device: torch.device, config: Any) -> None:
         if _recordings[-1].offload:
-            device = torch.device("cpu", 0)  # other than that of offloaded shards
+            device = torch.device("cpu", 0)  # not of offloaded shards
         super().__init__(modules, mesh, device, config)
 
     @override

@@ -1,9 +1,9 @@
 """A process group in one process whose collectives move data and take the time of a link.
 
-All ranks are assumed to hold the same data as this one. An all-gather therefore puts this rank's
-data into every slot (as many bytes as a real one would write), and a reduction of n equal terms is
-n times this rank's data (SUM) or this rank's data (AVG, MIN, MAX). Sharded parameters represent a
-model whose rows repeat: see `tile_rows`, with which a plain model has the same losses.
+All ranks are assumed to hold the same data as this one. An all-gather therefore copies this rank's
+data into every slot, as many bytes as a real one would write. A reduction of n equal terms is n
+times this rank's data (SUM) or this rank's data (AVG, MIN, MAX). Sharded parameters represent a
+model whose rows repeat; with `tile_rows`, an unsharded model has the same losses.
 
 The time of a collective follows the ring model. With n ranks, S bytes of the whole data (gathered,
 or to be reduced), bandwidth B and latency L::
@@ -15,14 +15,14 @@ or to be reduced), bandwidth B and latency L::
     barrier                       L
 
 from Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
-2009; the factors are those by which NCCL's tests turn time into bus bandwidth. A coalesced call
-is one collective: the latency counts once.
+2009. NCCL's tests convert time to bus bandwidth with the same factors. A coalesced call is one
+collective: the latency counts once.
 
 *On the CPU*, one thread per link copies and waits until the time is over; `Work.wait` blocks until
-then. *On CUDA*, a spin kernel and then the copies run on the current stream (on a stream of the
-link if the call is asynchronous), so only the order of streams can hide them. This leaves out that
-a real collective uses more multiprocessors than a spin kernel of one block, and uses memory
-bandwidth all the time, not only at its end.
+then. *On CUDA*, a spin kernel and then the copies run on the current stream, or on a stream of the
+link if the call is asynchronous. Only the order of streams can hide them. A real collective uses
+more multiprocessors than a spin kernel of one block, and uses memory bandwidth all the time. The
+simulation leaves this out.
 
 *On the host*, a coalesced call creates views and checks arguments in Python: 2.5 to 4 us per
 tensor, about what c10d's own call takes (gloo on one rank: 3 us or more). A benchmark of host time
@@ -56,12 +56,13 @@ BARRIER = "simulated::barrier"
 
 
 class SimulatedGroup(dist.ProcessGroup):
-    """A process group of ``world_size`` ranks of which only this one exists.
+    """A process group of ``world_size`` ranks; only this rank exists.
 
-    Runs all-gather, reduce-scatter, all-reduce (coalesced or not), all-to-all of equal parts,
-    broadcast and barrier, on CPU and CUDA tensors; see the module's docstring for what they do and
-    how long they take. The group can be used by calling its methods; `simulated_mesh` makes it the
-    default group, with a mesh for ``fully_shard`` (torch's too).
+    The group runs all-gather, reduce-scatter, all-reduce (coalesced or not), all-to-all of equal
+    parts, broadcast and barrier, on CPU and CUDA tensors. All ranks are assumed to hold the same
+    data. An all-gather or reduce-scatter of S bytes takes ``latency + (n - 1) / n * S / bandwidth``
+    seconds on n ranks, as in the ring model. Call the group's methods, or use `simulated_mesh`,
+    which makes it the default group and yields a mesh for ``fully_shard`` (torch's too).
 
     Args:
         world_size: number of ranks.
@@ -127,7 +128,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
     @contextmanager
     def recording(self) -> Iterator[list[Transfer]]:
-        """Context that collects the transfers on the link of this group."""
+        """Context manager that collects the transfers on the link of this group."""
         before, self.link.log = self.link.log, []
         try:
             yield self.link.log
@@ -180,7 +181,7 @@ class SimulatedGroup(dist.ProcessGroup):
         input_split_sizes: Sequence[int] = (),
         opts: Any = None,
     ) -> dist.Work:
-        """Copy this rank's slot of ``input``, which every rank sends it, to all slots."""
+        """Copy this rank's slot of ``input``, which every rank would send it, to all slots."""
         if output_split_sizes or input_split_sizes:
             raise NotImplementedError("SimulatedGroup sends equal parts to all ranks")
         size, rank = self._size, self._rank
@@ -201,7 +202,7 @@ class SimulatedGroup(dist.ProcessGroup):
     def broadcast(  # type: ignore[override]
         self, tensors: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
-        """Take the time of a broadcast; no data changes, since all ranks hold the same."""
+        """Take the time of a broadcast; all ranks hold the same data, so nothing changes."""
         return self._start(BROADCAST, sum(t.nbytes for t in tensors), [], tensors, opts)
 
     @override
@@ -242,7 +243,7 @@ class SimulatedGroup(dist.ProcessGroup):
         """Copy ``pairs`` (to, from) and multiply ``result`` by ``factor``, in the link's time."""
 
         def move() -> None:
-            # One call each: benchmarks measure host time next to this.
+            # One call each: benchmarks measure host time that includes this.
             with torch.no_grad():
                 if pairs:
                     torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
@@ -255,7 +256,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return self.link.start(name, wire_bytes, move, result)
 
     def _share(self, wholes: Sequence[torch.Tensor]) -> float:
-        """Bytes that a rank sends to gather or reduce-scatter tensors, by the ring model."""
+        """Bytes that a rank sends to gather or reduce-scatter these tensors, by the ring model."""
         return sum(whole.nbytes for whole in wholes) * (self._size - 1) / self._size
 
     def _factor(self, opts: Any) -> int:
@@ -271,7 +272,7 @@ class SimulatedGroup(dist.ProcessGroup):
     def _check(
         self, what: str, parts: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor]
     ) -> None:
-        """Check what NCCL requires, too; a mistake must not pass here and fail there."""
+        """Check the requirements of NCCL, so that no mistake passes here and fails there."""
         if len(parts) != len(wholes):
             raise ValueError(f"{what}: {len(parts)} parts for {len(wholes)} wholes")
         size = self._size
@@ -366,12 +367,12 @@ def simulated_mesh(
 ) -> Iterator[DeviceMesh]:
     """A device mesh for ``fully_shard`` with `SimulatedGroup` groups; this process is rank 0.
 
-    The default process group is created for it, and destroyed at the end.
+    This context manager creates the default process group, and destroys it at the end.
 
     Args:
         shape: number of ranks, or the mesh's shape, such as (2, 4) for 2 replicas of 4 shards.
-        bandwidth: bytes per second that a rank sends: one number, or one per mesh dim (for
-            InfiniBand and NVLink, say). Groups over other sets of ranks have the lowest bandwidth.
+        bandwidth: bytes per second that a rank sends: one number, or one per mesh dim (for example,
+            of InfiniBand and NVLink). Groups over other sets of ranks have the lowest bandwidth.
         latency: seconds per collective.
         device_type: "cpu" or "cuda".
         mesh_dim_names: one per mesh dim.

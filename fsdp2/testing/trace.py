@@ -58,15 +58,15 @@ class Recorder(TorchDispatchMode):
     """Records a trace of everything inside ``with recorder:``.
 
     Args:
-        host_ordered: there are no streams: the host does work at once, and collectives are
-            messages that the host waits for.
+        host_ordered: without streams: the host does work at once, and collectives are messages that
+            the host waits for.
 
     Attributes:
         events: the trace.
         device: the simulated device.
         making_host_memory: whether new memory is currently host memory: offloaded shards and
-            gradients, which streams only copy from and to. The host does computation whose inputs
-            are all in such memory.
+            gradients, which streams only copy from and to. Computation whose inputs are all in
+            host memory is the host's work.
     """
 
     def __init__(self, *, host_ordered: bool = False) -> None:
@@ -141,7 +141,7 @@ class Recorder(TorchDispatchMode):
     def _accesses(
         self, effects: Effects, args: tuple, kwargs: dict
     ) -> tuple[list[Access], bool | None, bool]:
-        """What is read and written; whether all of it is host memory (None if there is nothing);
+        """The accesses of an operation; whether all are to host memory (None if there are none);
         and whether host and device memory are mixed."""
         accesses, on_host = [], []
         both = set(effects.reads) & set(effects.writes)
@@ -262,7 +262,7 @@ class Recorder(TorchDispatchMode):
     # -- what is still needed -------------------------------------------------------------------
 
     def hold(self, reason: str, held: Iterable[torch.Tensor], *, also: Iterable[torch.Tensor] = ()):
-        """From now on the bytes of ``held`` must not be overwritten, for ``reason``.
+        """From now on, the bytes of ``held`` must not be overwritten, for ``reason``.
 
         Args:
             also: tensors whose blocks' earlier holds for this reason are released.
@@ -294,7 +294,7 @@ class Recorder(TorchDispatchMode):
             self._message = None
 
     def finish(self, number: int) -> None:
-        """The host waits for a message."""
+        """Record that the host waits for a message."""
         self.emit(Finish(number))
         name = self._network.pop(number, None)
         if name is not None:

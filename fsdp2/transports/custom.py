@@ -44,7 +44,7 @@ class FlatTransport:
         self.device = device
         self.group = base.group
         self.stream_ordered = base.stream_ordered
-        # A user's collective takes one tensor of one dtype, so each bucket is a call of its own.
+        # A user's collective takes one tensor of one dtype, so each bucket is a separate call.
         self.coalesces = all_gather is None and base.coalesces
         self._all_gather = all_gather
         self._reduce_scatter = reduce_scatter
@@ -66,7 +66,7 @@ class FlatTransport:
         own = rows[self.group.rank()]
         torch._foreach_copy_(own.split(numels), plan.source)
         work = comm(
-            # (Complex numbers as pairs of real ones, which every backend knows.)
+            # (Complex numbers as pairs of real ones, which every backend supports.)
             output_tensor=as_real(flat).view(-1),
             input_tensor=as_real(own).view(-1),
             group=self.group,
@@ -119,7 +119,7 @@ class FlatTransport:
         ).view(-1)
         mean = mean_over(num_ranks, out.dtype, sum_only=self._sum_only)
         mean.begin([staged])  # in place: the stage is ours, unlike the gradients
-        # Not into ``out``: a collective may need memory of its own on both sides (registered,
+        # Not into ``out``: a collective may need special memory on both sides (registered,
         # symmetric), and ``out`` is a slice of the sharded gradients.
         reduced = comm.allocate((out.numel(),), dtype=out.dtype, device=bucket.device)
         work = comm(

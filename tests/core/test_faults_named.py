@@ -42,7 +42,7 @@ LIMIT_S = 120.0  # of the whole: such a machine would be very slow
 CLONE_NEWNET = 0x40000000
 FAULT_STEP = 2
 # What a rank that has vanished is said to be, and one that is known to have ended.
-VANISHED = "Nothing is heard of {ranks}: gone, stopped, or cut off; last {place}"
+VANISHED = "No sign of {ranks}: gone, stopped, or cut off; last {place}"
 ENDED = "{ranks}: .*{place}, ended by {error}"
 
 
@@ -467,7 +467,7 @@ def test_the_agent_of_a_host_dies(tmp_path: Path, victim: int) -> None:
             assert re.search(r"The store .* has not answered for \d+ s \(\S+:29511 on host ", text)
             last = rf"with rank 0\).*\nBefore that, rank 0 on the store's host: {TRAINED}"
         else:
-            last = f"Nothing is heard of rank 1: gone, stopped, or cut off; last {TRAINED}"
+            last = f"No sign of rank 1: gone, stopped, or cut off; last {TRAINED}"
         assert re.search(last, text), text
 
 

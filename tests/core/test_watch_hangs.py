@@ -132,9 +132,7 @@ def test_a_rank_that_was_stopped() -> None:
     if rank == 0:
         stopper.join()
         assert [list(report.silent) for report in reports.found] == [[1]]
-        assert "Nothing is heard of rank 1: gone, stopped, or cut off; last" in str(
-            reports.found[0]
-        )
+        assert "No sign of rank 1: gone, stopped, or cut off; last" in str(reports.found[0])
 
 
 def stop_for_a_while(pid: int, until: threading.Event) -> None:

@@ -42,7 +42,7 @@ import fsdp2.experts
 import fsdp2.testing
 
 PACKAGE = Path(fsdp2.__file__).parent
-PUBLIC = (fsdp2.testing, fsdp2.checkpoint, fsdp2)
+PUBLIC = (fsdp2.testing, fsdp2.checkpoint, fsdp2.planning, fsdp2)
 # Makes a default group of its own.
 WITHOUT_GROUP = {"simulated_mesh"}
 # What is called on a model that is not sharded yet, beside what calls a function of these names.

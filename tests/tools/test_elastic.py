@@ -86,8 +86,7 @@ def test_goes_on_with_other_ranks_and_says_what_is_lost(tmp_path: Path) -> None:
     train(3, (parts, []))
     printed = (parts / "printed.txt").read_text()
     assert (
-        "goes on      after step 4, from disk, on 3 ranks; 2 steps are lost and done again"
-        in printed
+        "continues    after step 4, from disk, on 3 ranks; 2 steps are lost and repeated" in printed
     )
     assert [row["step"] for row in losses(parts)] == [1, 2, 3, 4, 5, 6]
     assert loss_values(parts) == pytest.approx(loss_values(tmp_path / "whole"), rel=1e-4)
@@ -129,7 +128,7 @@ def test_what_went_on_from_memory_is_committed_if_no_step_follows(tmp_path: Path
     run_in_turn(2, str(full), [([*given, "--out", str(out)], printed)])
     assert not list(out.glob("checkpoints/step-*"))
     run_in_turn(2, "train_lm.py", [([*given, "--out", str(out)], printed)])
-    assert "goes on      after step 4, from memory" in printed.read_text()
+    assert "continues    after step 4, from memory" in printed.read_text()
     assert [path.name for path in out.glob("checkpoints/step-*")] == ["step-000004"]
     assert not list(tmp_path.glob("fsdp2-snapshots-*"))
     # From there the numbers are those of a run that was not interrupted.

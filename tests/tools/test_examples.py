@@ -201,7 +201,7 @@ def test_missing_extras_are_named(text: Path, tmp_path: Path) -> None:
         ("--lr -1", "argument --lr: -1 is not above 0"),
         (
             "--graph --offload",
-            "--graph: offloaded parameters need eager steps: leave --offload out",
+            "--graph: offloaded parameters need eager steps: leave out --offload",
         ),
         ("--replicate 3", "--replicate 3 does not divide the 2 processes evenly"),
         ("--dim 100", "--dim 100 is not a multiple of twice --heads 8"),

@@ -373,7 +373,7 @@ def beside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         (partial(recurrent, kind=nn.GRU), "the recurrence of GRU"),
         (step_by_step, "the recurrence of GRUCell"),
         (flex, "flex_attention"),
-        (beside, "causal attention beside attention that is not"),
+        (beside, "both causal and non-causal attention"),
         (lambda q, k, v: v, "this model, which calls no such attention"),
     ],
 )

@@ -432,7 +432,7 @@ def renamed(model: Any, num_stages: int) -> list[nn.Module]:
         ({"experts": "blocks.*.expert"}, "did you mean"),
         (
             {"experts": "blocks.*.experts", "split_stages": renamed},
-            r"The experts of all stages have 0 elements of parameters, those of the model "
+            r"The experts of all stages have 0 elements of parameters, the model's experts "
             r"234,881,024, without 'blocks.1.experts.up': experts= must name the same modules in "
             "the stages",
         ),
@@ -443,7 +443,7 @@ def renamed(model: Any, num_stages: int) -> list[nn.Module]:
         ),
         (
             {"experts": "blocks.1.experts"},
-            r"those of the model 33,554,432, with 'blocks.3.experts.up'",
+            r"the model's experts 33,554,432, with 'blocks.3.experts.up'",
         ),
         ({"max_device_bytes": 0}, "max_device_bytes"),
     ],

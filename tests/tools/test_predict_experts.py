@@ -222,7 +222,7 @@ def test_experts_over_more_ranks_than_there_are_are_padding(tmp_path: Path) -> N
     message = str(caught.value)
     assert "padding" in message
     assert "256 rows over 2,048 ranks" in message
-    assert "More ranks do not help: put experts on a mesh of their own" in message
+    assert "More ranks do not help: put experts on a separate mesh" in message
     assert "more ranks, or" not in message
     made = plan(
         model,

@@ -472,7 +472,7 @@ def test_compiled_blocks_of_stages() -> None:
             {"schedule": "Interleaved1F1B", "micro_batches": 5},
             "choose a multiple of 2",
         ),
-        ({"compiled": ("blocks.0",)}, "stages have names of their own"),
+        ({"compiled": ("blocks.0",)}, "stages have other names"),
         ({"accumulation": "every"}, "do not reduce gradients in every micro-batch"),
         ({"max_saved_bytes": 0}, "max_saved_bytes does not go together with pipeline_ranks=2"),
         (

@@ -432,7 +432,7 @@ def test_degrees_that_a_model_does_not_bear_are_left_out() -> None:
         ({"tensor_ranks": [3], "parallelize": parallelize}, "must divide num_ranks=8"),
         (
             {"tensor_ranks": [2], "parallelize": parallelize, "mesh_shape": (2, 4)},
-            r"mesh 2 x 4 is not a mesh of num_ranks=8 ranks beside tensor_ranks=\[2\]",
+            r"mesh 2 x 4 is not a mesh of num_ranks=8 ranks with tensor_ranks=\[2\]",
         ),
         ({"max_samples": 0}, "max_samples must be at least 1"),
     ],

@@ -49,6 +49,7 @@ def test_version_addresses_and_links_are_filled_in(release, tree: Path) -> None:
         text = (tree / name).read_text()
         assert release.PLACEHOLDER in (ROOT / name).read_text()
         assert "example.invalid" not in text
+        assert "not released" not in text
         assert URL in text
     links = re.findall(r"\]\(([^)]+)\)", (tree / "README.md").read_text())
     assert len(links) > 20

@@ -33,7 +33,7 @@ def test_who_is_elsewhere_is_named() -> None:
         "Rank 0 has waited 31 s for the all-gather of unit 'b', in forward of unit 'b', step 4, "
         "at train.py:8 in step.\n"
         "Rank 2: outside of the model, step 4, at train.py:5 in load.\n"
-        "At the same place wait ranks 0, 1, 3."
+        "Waiting at the same place: ranks 0, 1, 3."
     )
 
 
@@ -42,11 +42,9 @@ def test_who_is_silent_is_named_with_its_last_place() -> None:
     assert set(found.silent) == {1, 2, 3}
     assert not found.elsewhere
     text = str(found)
-    assert (
-        "Nothing is heard of rank 1: gone, stopped, or cut off; last outside of the model" in text
-    )
-    assert "Nothing is heard of rank 2: gone, stopped, or cut off; never heard of." in text
-    assert "Nothing is heard of rank 3: gone, stopped, or cut off; last in forward of unit" in text
+    assert "No sign of rank 1: gone, stopped, or cut off; last outside of the model" in text
+    assert "No sign of rank 2: gone, stopped, or cut off; never seen." in text
+    assert "No sign of rank 3: gone, stopped, or cut off; last in forward of unit" in text
 
 
 def test_all_at_one_place_are_not_blamed() -> None:

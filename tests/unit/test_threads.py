@@ -49,7 +49,7 @@ def test_an_error_ends_a_turn_and_not_the_thread(
         assert "SystemExit(3) in a thread does not end the process" in str(seen)
     else:
         assert seen is error
-    assert seen.__notes__ == ["The thread goes on; further errors of it are not shown."]
+    assert seen.__notes__ == ["The thread continues; its further errors are not shown."]
 
 
 def test_an_error_of_who_is_told_is_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:

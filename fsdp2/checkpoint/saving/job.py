@@ -310,7 +310,7 @@ class SaveHandle:
 
     @property
     def bytes_per_s(self) -> float:
-        """The mean rate at which this rank writes: up to now, or to the end if it is done."""
+        """The mean rate at which this rank writes, up to now or to the end."""
         seconds = (self._finished or time.monotonic()) - self._started
         return self.written_bytes / max(seconds, 1e-9)
 

@@ -1,17 +1,18 @@
-"""Parameters that are freed before backward ends, though nothing tells that it has left their unit.
+"""Parameters that are freed before backward ends, although no hook reports that it left their unit.
 
-That is so with units around others, and with embeddings that stay gathered: their inputs need no
-gradient. Backward does not read those, so they are freed as a whole with their gradients.
+There is no such hook in units around others, and in embeddings that stay gathered: their inputs
+need no gradient. Backward does not read these embeddings, so the whole unit is freed when its
+gradients are complete.
 
-The embedding of a language model belongs to the root, and backward does not read its weight: it is
-freed after forward. The head's is freed as soon as its gradient is complete, while backward goes on
-through the blocks. Only parameters with a piece of memory of their own are freed
-(`GatheredStorage.own_pieces`), and only if nothing refers to that.
+The embedding of a language model belongs to the root. Backward does not read its weight, so it is
+freed after forward. The head's weight is freed as soon as its gradient is complete, while backward
+continues through the blocks. Only parameters with a separate piece of memory are freed
+(`GatheredStorage.own_pieces`), and only if nothing refers to that piece.
 
-References are counted on one rank: a debugger that holds the parameter there keeps it there. Ranks
-must agree on every gather that follows, so all of them go on as if it had been freed: the next use
-gathers it again, on the rank that kept it too. Symmetric memory is freed by all ranks or by none;
-see the note in `transports.custom`.
+References are counted per rank: a debugger that holds the parameter on one rank keeps it there.
+Ranks must agree on every later gather, so all of them treat it as freed. The next use gathers it
+again, even on the rank that kept it. Symmetric memory is freed by all ranks or by none; see the
+note in `transports.custom`.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from ...sharding.param import ShardedParam
 from .freed_params import FreedParameterProxy
 from .references import References
 
-# Parameters that were needed after all are kept from then on: a model that used one so once does it
-# in every step, and each time the whole unit is gathered for it.
+# Parameters that were needed after all are kept from then on: a model that used one this way will
+# do so in every step, and each time the whole unit would be gathered for it.
 _recalled: WeakSet[ShardedParam] = WeakSet()
 # The library's own references to them, by the storage and the place in its bucket.
 _own: WeakKeyDictionary[GatheredStorage, dict[int, References]] = WeakKeyDictionary()
@@ -44,12 +45,12 @@ _own: WeakKeyDictionary[GatheredStorage, dict[int, References]] = WeakKeyDiction
 
 @dataclass
 class _Found:
-    """What is known of one unit.
+    """The parameters of one unit that may be freed early.
 
     Attributes:
-        buckets: those that it was found in: planning anew makes another list of them.
+        buckets: the list of buckets that they are in: a new plan makes another list.
         embeddings: with the place of each in its bucket.
-        freed: since the last gather, on some rank.
+        freed: parameters freed since the last gather, on some rank.
     """
 
     buckets: list[Bucket]
@@ -138,7 +139,7 @@ class EarlyFree(TreePart):
             return
         param, freed = bucket.params[i], self._found_in(unit).freed
         if unit.state is State.UNSHARDED:
-            freed.clear()  # these were gathered again since
+            freed.clear()  # these have been gathered again since
         if param in freed and not self.has_memory(bucket, i):
             return
         streams = self.runtime.streams
@@ -151,7 +152,7 @@ class EarlyFree(TreePart):
             self.stand_in(unit, param)
 
     def stand_in(self, unit: Unit, param: ShardedParam) -> None:
-        """Let the modules hold something that gathers the unit again once it is used."""
+        """Put an object into the modules that gathers the unit again when it is used."""
         proxy = FreedParameterProxy.make(param, partial(self._recall, unit, param))
         unit.registration.register_stand_in(param, proxy)
 
@@ -166,8 +167,8 @@ class EarlyFree(TreePart):
     def count_own(self, bucket: Bucket) -> None:
         """Count the library's own references to the parameters that may be freed early."""
         # After the launch of the first gather, which makes the last views (messages are kept), and
-        # before anything computes with the parameters. Earlier, our own views would look like a
-        # user's afterwards; later, a user's like ours.
+        # before anything computes with the parameters. Earlier, our views would be mistaken for a
+        # user's; later, a user's for ours.
         gathered = bucket.gathered
         if gathered is not None:
             _own[gathered] = {i: _references_to(bucket, i) for i in gathered.own_pieces}
@@ -179,8 +180,8 @@ class EarlyFree(TreePart):
 
     def free(self, bucket: Bucket, i: int) -> None:
         """Free the memory of one parameter, which has its own, if nothing refers to it."""
-        # Whatever backward will read is referred to: by autograd's saved variables and views, or by
-        # the ``ctx`` of a custom function that computes the gradient.
+        # Everything that backward will read has a reference: from autograd's saved variables and
+        # views, or from the ``ctx`` of a custom function that computes the gradient.
         assert bucket.gathered is not None
         own = _own.get(bucket.gathered)
         if own is None:

@@ -1,9 +1,9 @@
 """A stand-in for a parameter whose memory is freed while its unit still computes.
 
-Backward does not need it any more, as far as autograd knows. But a loss may be computed from it
-outside of forward, and activations may be recomputed in backward, by code that uses the parameter
-again. So until the unit is freed, the module holds a `FreedParameterProxy`: any operation on it
-first gathers the unit again and then runs on the unsharded parameter.
+According to autograd, backward does not need it any more. But a loss may use it outside of forward,
+and code that recomputes activations in backward may use it again. So until the unit is freed, the
+module holds a `FreedParameterProxy`: any operation on it first gathers the unit again and then runs
+on the unsharded parameter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing_extensions import override
 from ...common.pytree import map_tensors
 from ...sharding.param import ShardedParam
 
-# Attributes that lead to the data; the others (shape, dtype, grad) do without.
+# Attributes that lead to the data; the others (shape, dtype, grad) do not need it.
 _POINTER = "__cuda_array_interface__"
 _VIEWS = frozenset(("data", "T", "mT", "H", "mH", "real", "imag", _POINTER))
 
@@ -35,7 +35,7 @@ class FreedParameterProxy(torch.Tensor):
     It does not refer to that tensor, whose references are counted.
     """
 
-    # isinstance(proxy, nn.Parameter) asks for it: a user's code may look for parameters between
+    # isinstance(proxy, nn.Parameter) reads it: a user's code may look for parameters between
     # forward and backward.
     _is_param = True
     stands_in = True  # see `Registration.register_stand_in`
@@ -80,10 +80,10 @@ class FreedParameterProxy(torch.Tensor):
 
 
 class _Passing(torch.autograd.Function):
-    """The stand-in as autograd sees it: what it gets as a gradient goes to ``unsharded``.
+    """The stand-in as autograd sees it: its gradient goes to ``unsharded``.
 
-    Operators never see the stand-in, but ``autograd.Function.apply`` does not ask
-    ``__torch_function__``: its node takes the stand-in itself for its input.
+    Operators never see the stand-in, but ``autograd.Function.apply`` does not call
+    ``__torch_function__``: its node takes the stand-in itself as its input.
     """
 
     @staticmethod

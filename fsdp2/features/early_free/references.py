@@ -1,7 +1,7 @@
 """Counts of the references to a tensor: by views, by autograd, by Python.
 
 The memory of a parameter may be freed before its unit is resharded if nothing but the library
-refers to it. That takes three counts, since each sees what the others miss: a view holds the
+refers to it. This takes three counts, since each misses some references: a view holds the
 *storage*, autograd's saved variables hold the *tensor*, and ``ctx.weight = weight`` in a custom
 autograd function (fused cross-entropies do that) holds the *Python object*.
 """
@@ -48,13 +48,14 @@ class References(NamedTuple):
             not_counting: Python references that come and go with registration in modules.
         """
         # C++ takes its one reference to the object with the second reference to the tensor. Counted
-        # as Python's it would look like a user's, and no parameter that backward uses were freed.
+        # as Python's, it would look like a user's, and no parameter that backward uses would be
+        # freed.
         uses = tensor._use_count()
         objects = sys.getrefcount(tensor) - not_counting - (_HELD_BY_CPP if uses > 1 else 0)
         return cls(torch._C._storage_Use_Count(storage._cdata), uses, objects)
 
     def exceed(self, before: References, *, accumulates_gradient: bool) -> bool:
-        """Whether there is any reference that was not there ``before``.
+        """Whether there is any reference that did not exist ``before``.
 
         Args:
             accumulates_gradient: autograd's node that accumulates the gradient has been made

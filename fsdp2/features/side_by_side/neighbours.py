@@ -1,12 +1,12 @@
 """Small buckets whose shards lie side by side in one block of memory, and their gradients likewise.
 
-For optimizers that take what lies side by side for one tensor, of which they can tell
-(`dtensor.memory.ask_side_by_side`). All others would gain nothing, and the gradients in a common
-block cannot be freed one bucket at a time: they keep their memory between steps, as gradients so
-small do anyway once new memory had another address (`gradients.FREE_MIN_BYTES`).
+This is for optimizers that treat contiguous parameters as one tensor and have asked for it
+(`dtensor.memory.ask_side_by_side`). Others would gain nothing, and the gradients in a common block
+cannot be freed one bucket at a time. They keep their memory between steps, as gradients so small do
+anyway once new memory had another address (`gradients.FREE_MIN_BYTES`).
 
-A block has up to `NEIGHBOURS_BYTES`: beyond, it would not stay in a core's cache from one operation
-of an optimizer to the next, and a loop over operations takes twice as long.
+A block has up to `NEIGHBOURS_BYTES`. A larger one would not stay in a core's cache from one
+operation of an optimizer to the next, and a loop over operations would take twice as long.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Neighbours(Pack):
     def gradients(self, i: int, dtype: torch.dtype) -> torch.Tensor | None:
         """The memory for its gradients; None if it was left to a user, or they have other dtypes.
 
-        The storage is its own, as references to it are counted.
+        The storage is separate, as references to it are counted.
         """
         if i in self._taken or dtype != self._grad_dtype:
             return None
@@ -72,7 +72,7 @@ class Neighbours(Pack):
     def adopt(self, i: int, dtensors: Sequence[torch.Tensor]) -> None:
         """Take the gradients of bucket ``i``; kept even when they are left to a user.
 
-        (Others know them by their ids, which must not be given out again.)
+        (Others identify them by their ids, which must not be reused.)
         """
         start, stop = self._places[i]
         self.dtensors[start:stop] = dtensors
@@ -98,7 +98,7 @@ _NONE = torch.empty(0, device="meta")
 
 
 def is_held(local: torch.Tensor) -> bool:
-    """Whether anything but ``local`` itself, which has a storage of its own, uses its memory."""
+    """Whether anything but ``local`` itself, which has a separate storage, uses its memory."""
     return _uses(local) != _uses(with_own_storage(torch.empty(1, device="cpu")))
 
 

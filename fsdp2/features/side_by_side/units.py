@@ -1,7 +1,7 @@
 """Puts the shards of small buckets side by side, where an optimizer has asked for it.
 
-At the first forward of a root: the parameters have their values and devices by then, nothing has
-gathered them yet, and it is known which units follow each other.
+This happens at the first forward of a root. By then the parameters have their values and devices,
+nothing has gathered them yet, and the order of units is known.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .neighbours import NEIGHBOURS_BYTES, Neighbours, Place, is_held
 
 
 def place_side_by_side(units: Sequence[Unit], asked: set[int]) -> None:
-    """Move small buckets of ``units`` beside each other, in this order.
+    """Move small buckets of ``units`` next to each other, in this order.
 
     Args:
-        asked: ids of the parameters for which an optimizer has asked; others of their units come
-            along.
+        asked: ids of the parameters for which an optimizer has asked; other parameters of their
+            units are moved with them.
     """
     kinds: dict[tuple[torch.device, torch.dtype, torch.dtype], list[Bucket]] = {}
     for unit in units:
@@ -45,7 +45,7 @@ def place_side_by_side(units: Sequence[Unit], asked: set[int]) -> None:
 
 
 def _may_move(bucket: Bucket) -> bool:
-    # Some parameters decide what memory they have. Pinned memory has an arena of its own.
+    # Some parameters choose their memory. Pinned memory has a separate arena.
     if bucket.params[0].extension or bucket.is_meta or bucket.pin_memory or bucket.place:
         return False
     nbytes = bucket.shards.nbytes
@@ -53,7 +53,7 @@ def _may_move(bucket: Bucket) -> bool:
     trained = bucket.params[0].sharded.requires_grad  # all of a bucket, or none
     if not (small and trained and bucket.grads is None):
         return False
-    # A tensor that a user holds would be left with memory that nothing trains.
+    # A tensor that a user holds would keep memory that nothing trains.
     return not any(is_held(param.local) for param in bucket.params if param.local.numel())
 
 

@@ -1,4 +1,4 @@
-"""Parameters that decide what is sent for them: tensor subclasses with two methods.
+"""Tensor subclasses with two methods that define what is sent for a parameter.
 
 ``fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)`` (or with ``mesh`` only)
 returns the tensors to gather in place of the shard, and any metadata.
@@ -6,9 +6,9 @@ returns the tensors to gather in place of the shard, and any metadata.
 
 - after the first gather without ``out``. It returns the parameter and the tensors that own its
   memory, which is freed with the unit. Forward and backward use this parameter from then on.
-- after every later one with that parameter as ``out``, which has memory again, with undefined
-  contents. It writes into it, or replaces its attributes (a scale), and returns None. If it returns
-  another tensor all the same, that is written into ``out``, of which autograd has saved views.
+- after every later gather with that parameter as ``out``, which has memory again, with undefined
+  contents. It writes into ``out``, or replaces its attributes (a scale), and returns None. If it
+  returns another tensor instead, that is copied into ``out``: autograd has saved views of it.
 
 torchao's float8, int8 and NF4 weights are such classes.
 """
@@ -37,8 +37,8 @@ from ...sharding.param import EXTENSION_METHODS, is_extension
 from ...sharding.process_groups import own_group
 from .tensor_subclass import contiguous_strides, own_shard, write_into
 
-# A message needs a tag of its own. Tags are reserved before the first gather, and that first tells
-# how many tensors there are.
+# Each message needs a separate tag. Tags are reserved before the first gather, but only that gather
+# shows how many tensors there are.
 MAX_TENSORS = 16
 _EXPECTED = "(tensors to gather, metadata)"
 
@@ -46,10 +46,10 @@ _EXPECTED = "(tensors to gather, metadata)"
 class ExtensionPlan(GatherPlan):
     """A gather whose sizes the parameter decides; all bytes, so that dtypes may be mixed."""
 
-    # What the class returns is other memory each time, while plans hold fixed views. So it is
+    # The class returns different memory each time, but plans hold fixed views. So the tensors are
     # copied into the own slices, as after a cast, and gathered in place.
     cast = True
-    pieces = ()  # none that a transport has to know
+    pieces = ()  # none that matter to a transport
 
     def __init__(self, bucket: ExtensionBucket, outputs: list[torch.Tensor]) -> None:
         num_shards, rank = bucket.mesh.num_shards, bucket.rank
@@ -69,11 +69,11 @@ class ExtensionPlan(GatherPlan):
 
     @override
     def forget_transports(self) -> None:
-        pass  # they keep no narrower numbers: what is sent are bytes
+        pass  # they keep no narrower numbers: only bytes are sent
 
 
 class ExtensionStorage(GatheredStorage):
-    """What a gather brings, and what the parameter makes of it: empty until the first gather."""
+    """The gathered tensors, and what the parameter makes of them: empty until the first gather."""
 
     secondary = None
     offload_buffer = None
@@ -129,14 +129,14 @@ class ExtensionBucket(Bucket):
 
     @override
     def materialize(self, *, secondary: SecondarySource | None = None, split: bool = False) -> None:
-        """Forget what earlier gathers made; the next one makes it anew."""
-        # No unsharded parameter until then: only the class can make it, of what a gather brings.
+        """Forget the results of earlier gathers; the next one makes them again."""
+        # No unsharded parameter until then: only the class can make it, from gathered tensors.
         self.gathered = ExtensionStorage(self)
         self._outputs: list[torch.Tensor] = []
         self._replaced: list[torch.Tensor] = []
         self._metadata: Any = None
         self.is_made = False
-        # One of an earlier plan holds the gradients of earlier micro-batches until then.
+        # The one of an earlier plan holds the gradients of earlier micro-batches until then.
         self._record_unsharded()
         self._check_methods()
 
@@ -149,7 +149,7 @@ class ExtensionBucket(Bucket):
         return rows, param.sharded._version
 
     def _check_methods(self) -> None:
-        """Check that the methods exist, and how they are to be called."""
+        """Check that the methods exist, and with which arguments to call them."""
         # Not when it is sharded: they may be patched onto the class up to the first gather.
         (param,) = self.params
         local: Any = param.local
@@ -167,7 +167,7 @@ class ExtensionBucket(Bucket):
                 f"{' and '.join(EXTENSION_METHODS)} on it (see docs/compatibility.md), or use a "
                 "plain parameter, or pass it in ignored_params"
             )
-        # torch's FSDP2 goes by the number of parameters too: older classes take the mesh only.
+        # torch's FSDP2 also checks the number of parameters: older classes take the mesh only.
         num = len(inspect.signature(local.fsdp_pre_all_gather).parameters)
         if num not in (1, 5):
             raise ValueError(
@@ -184,8 +184,8 @@ class ExtensionBucket(Bucket):
 
     # -- gathering --------------------------------------------------------------------------
 
-    # The shard requires a gradient, and what it sends is no function of it. And what is made in an
-    # evaluation in inference mode, like the unsharded parameter, could never be trained.
+    # The shard requires a gradient, but the tensors it sends must not be in a graph. And tensors
+    # made in an evaluation in inference mode, like the unsharded parameter, could never be trained.
     @torch.inference_mode(False)
     @torch.no_grad()
     def fill_own_slices(self) -> None:
@@ -201,9 +201,9 @@ class ExtensionBucket(Bucket):
         elif len(inputs) != len(self._outputs):
             raise self._bad_inputs(f"{len(inputs)} tensors, and {len(self._outputs)} at first")
         for own, given, size in zip(plan.own, inputs, self._chunks, strict=True):
-            # Compared in bytes, as peers wait for so many: sizes that change on this rank alone
-            # would be a hang, or parameters that are shifted, and on all of them views that no
-            # longer fit.
+            # Compared in bytes, as peers wait for a fixed number. Sizes that change on this rank
+            # alone would cause a hang or shifted parameters; on all ranks, views that no longer
+            # fit.
             data = _with_rows(given, size).contiguous().view(-1).view(torch.uint8)
             if own.numel() != data.numel():
                 raise self._bad_inputs(f"{data.numel()} bytes, and {own.numel()} at first")
@@ -218,7 +218,7 @@ class ExtensionBucket(Bucket):
         )
 
     def _inputs(self) -> list[torch.Tensor]:
-        """What this rank sends. 0-dim tensors become 1-D, since a gather concatenates."""
+        """The tensors this rank sends. 0-dim tensors become 1-D, since a gather concatenates."""
         (param,) = self.params
         local: Any = param.local
         if local.device != self.device:
@@ -243,7 +243,7 @@ class ExtensionBucket(Bucket):
         return [t.reshape(1) if t.ndim == 0 else t for t in given[0]]
 
     def _plan_gather(self, inputs: Sequence[torch.Tensor]) -> GatherPlan:
-        """In the first gather: allocate for what every rank sends."""
+        """In the first gather: allocate for the tensors of every rank."""
         num_shards = self.mesh.num_shards
         rows = [t.shape[0] for t in inputs]
         self._chunks, self._whole_rows = rows, [num_shards * n for n in rows]
@@ -257,10 +257,10 @@ class ExtensionBucket(Bucket):
         return self.gathered.plan_gather(self._outputs)
 
     def _plan_joins(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The gathered tensors as they are whole; most are what a gather brings."""
-        # A gather puts the parts of the ranks one after the other, which is the whole of what was
-        # sharded on dim 0. Of a parameter that is sharded on another dim, what has that dim is
-        # joined along it, as in torch's FSDP2. What has fewer dims (a scale) stays one per rank.
+        """The whole tensors; most equal the output of the gather."""
+        # A gather concatenates the ranks' parts, which gives the whole tensor if it was sharded on
+        # dim 0. For a parameter sharded on another dim, tensors with that dim are joined along it,
+        # as in torch's FSDP2. Tensors with fewer dims (a scale) stay one per rank.
         dim, num_shards = self.layout.slots[0].dim, self.mesh.num_shards
         self._pieces: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         if not dim or num_shards == 1:
@@ -276,17 +276,17 @@ class ExtensionBucket(Bucket):
         return wholes
 
     def _plan_rows(self, rows: Sequence[int]) -> None:
-        """Find out which tensors are padded here to be sent, as the last ranks have fewer rows."""
-        # What has rows in proportion to those of the shard is padded, and cut after the gather.
-        # What the class has padded (torch requires that) it also cuts. On a rank with all its rows
-        # the two look alike, so ranks tell each other once.
+        """Find out which tensors to pad before sending, as the last ranks have fewer rows."""
+        # Tensors whose rows are proportional to the shard's rows are padded, and cut after the
+        # gather. If the class pads a tensor (as torch requires), it also cuts it. On a rank with
+        # all its rows the two look alike, so ranks exchange their sizes once.
         (slot,) = self.layout.slots
         num_shards = self.mesh.num_shards
         of_shards = [slot.local_shape(rank)[0] for rank in range(num_shards)]
         chunks, whole_rows = [], []
         for sent in zip(*self._exchange_rows(rows), strict=True):
-            first = sent[0]  # of a shard with all its rows, which rank 0 always has
-            # A row for each row, or for each block of rows, of which the last may be shorter.
+            first = sent[0]  # from a shard with all its rows, which rank 0 always has
+            # A row for each row, or for each block of rows; the last block may be shorter.
             if list(sent) == [-(-rows * first // slot.chunk) for rows in of_shards]:
                 whole = sum(sent)
             elif len(set(sent)) == 1:
@@ -309,17 +309,17 @@ class ExtensionBucket(Bucket):
         return num_shards > 1 and slot.dim == 0 and slot.shape[0] != num_shards * slot.chunk
 
     def _exchange_rows(self, rows: Sequence[int]) -> list[list[int]]:
-        """What each rank sends: of each of its tensors the number of rows.
+        """For each rank, the number of rows of each tensor that it sends.
 
         Args:
             rows: of this rank; none if the class has raised an error.
 
         Raises:
-            RuntimeError: if it has on other ranks.
+            RuntimeError: if the class has raised an error on other ranks.
             ValueError: if ranks send different numbers of tensors.
         """
         # A sum of tables with one row filled in is an all-gather that any backend can do. (The host
-        # waits for it, once.) As wide on all ranks: what others send is not known yet.
+        # waits for it, once.) The width is fixed: the number of others' tensors is not known yet.
         num_shards, group = self.mesh.num_shards, self.mesh.shard_group
         table = torch.zeros(num_shards, 1 + MAX_TENSORS, dtype=torch.int64, device=self.device)
         table[self.rank, : 1 + len(rows)] = torch.tensor([len(rows), *rows], device="cpu")
@@ -342,7 +342,7 @@ class ExtensionBucket(Bucket):
     @torch.inference_mode(False)
     @torch.no_grad()
     def unpack(self) -> None:
-        """Let the class make the whole parameter of what was gathered."""
+        """Let the class make the whole parameter from the gathered tensors."""
         computing = self.params[0].unsharded
         if self._pieces[0]:
             torch._foreach_copy_(*self._pieces)
@@ -358,8 +358,8 @@ class ExtensionBucket(Bucket):
     def _make_unsharded(self) -> None:
         (param,) = self.params
         local: Any = param.local
-        # Tensors with version counters of their own: what `fill_own_slices` writes through the
-        # outputs must not look like a change of what autograd has saved.
+        # Tensors with separate version counters: writes of `fill_own_slices` through the outputs
+        # must not look like a change of tensors that autograd has saved.
         self._rows = tuple(
             whole.new_empty(0).set_(whole.untyped_storage(), 0, shape, whole.stride())
             for whole, rows in zip(self._wholes, self._whole_rows, strict=True)
@@ -373,8 +373,8 @@ class ExtensionBucket(Bucket):
             )
         whole, owned = made
         whole = self._without_padding(whole)
-        # What is freed with the unit: our buffers and what the class says it owns. Never a storage
-        # of the shard, which a class may hand through.
+        # These are freed with the unit: our buffers, and the tensors that the class reports as its
+        # own. Never a storage of the shard, which a class may pass through.
         of_shard = {_key(t) for t in inner_tensors(local)}
         buffers = (*self._outputs, *self._wholes, *owned)
         mine = {_key(t): t for given in buffers for t in inner_tensors(given)}
@@ -393,10 +393,10 @@ class ExtensionBucket(Bucket):
         return made.as_strided(shape, strides, 0)
 
     def _make_again(self, computing: torch.Tensor) -> None:
-        """Write what was gathered into the parameter that computes."""
-        # To autograd it is unchanged, as the gather in backward brings the same values again. So
-        # the counters of all that is written are kept: the wrapper's, its inner tensors' and the
-        # rows'.
+        """Write the gathered values into the parameter that computes."""
+        # For autograd it is unchanged, as the gather in backward gives the same values again. So
+        # the version counters of everything written are kept: of the wrapper, its inner tensors and
+        # the rows.
         local: Any = self.params[0].local
         before = inner_tensors(computing)
         written = {id(t): t for t in (computing, *before, *self._written, *self._rows)}
@@ -409,7 +409,7 @@ class ExtensionBucket(Bucket):
                 target = local_of(computing)
                 write_into(target, self._without_padding(new))
         # Compute may still read an inner tensor that was replaced (a scale), but its memory belongs
-        # to the stream of gathers. Held until the next gather, which waits for compute.
+        # to the stream of gathers. So it is held until the next gather, which waits for compute.
         after = {id(t) for t in inner_tensors(computing)}
         self._replaced = [t for t in before if id(t) not in after]
 
@@ -428,7 +428,7 @@ def _with_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _mesh_of_shards(mesh: DataParallelMesh) -> DeviceMesh:
-    """The 1-D mesh of the ranks that together hold each parameter: of this rank alone without.
+    """The 1-D mesh of the ranks that together hold each parameter: without sharding, this rank.
 
     Collective over the ranks of the mesh at the first call where parameters are not sharded.
     """
@@ -436,7 +436,7 @@ def _mesh_of_shards(mesh: DataParallelMesh) -> DeviceMesh:
         if mesh.mesh.ndim == 1 or mesh.mesh.mesh_dim_names is None:
             return mesh.mesh
         return mesh.mesh[mesh.mesh.mesh_dim_names[-1]]
-    # No dim of the user's mesh is of one rank. Tensor subclasses go by this mesh: torchao's NF4
+    # No dim of the user's mesh has one rank. Tensor subclasses use this mesh: torchao's NF4
     # multiplies its rows by the size.
     beside = mesh.replicate_group
     assert beside is not None

@@ -1,7 +1,7 @@
-"""Tensor subclasses as parameters: how to take them apart, and to write into them.
+"""Tensor subclasses as parameters: how to split them, and how to write into them.
 
-Such classes implement the operators that torch's FSDP2 calls on them, and often no others, so these
-are the ones used here: ``split`` (by `torch.chunk`), ``new_zeros``, ``slice``, ``copy_``,
+Such classes implement the operators that torch's FSDP2 calls on them, and often no others. So only
+these are used here: ``split`` (by `torch.chunk`), ``new_zeros``, ``slice``, ``copy_``,
 ``as_strided``, ``view``, ``detach`` and ``_to_copy`` (by ``.to``).
 """
 
@@ -20,7 +20,7 @@ from ...sharding.layout import Slot
 def own_shard(
     whole: torch.Tensor, slot: Slot, rank: int, num_shards: int, name: str
 ) -> torch.Tensor:
-    """The part of a whole parameter that ``rank`` holds, in memory of its own.
+    """The part of a whole parameter that ``rank`` holds, in separate memory.
 
     Args:
         name: of the parameter.
@@ -33,20 +33,20 @@ def own_shard(
     dim = slot.dim
     wanted = [slot.local_shape(other)[dim] for other in range(num_shards)]
     if dim and min(wanted) != max(wanted):
-        # What the class sends is joined along that dim, and may have less of it than the shard
-        # (packed bits): where the padding would be, only the class knows.
+        # The tensors of the class are joined along that dim, and may be shorter than the shard
+        # (packed bits). Only the class can determine where the padding is.
         raise ValueError(
             f"FSDP does not support uneven sharding on dim {dim} of a tensor subclass: parameter "
             f"'{name}' ({type(whole).__name__}) would have shards of {wanted}. Shard it on dim 0"
         )
-    # ``chunk`` and a full-sized ``new_zeros``, as torch's FSDP2: sizes that the class can surely
-    # make. Each rank also makes the shorter shards of others: a class that refuses one (NF4, whose
-    # blocks do not end there) would raise on that rank only, and the rest would wait for it.
+    # ``chunk`` and a full-sized ``new_zeros``, as in torch's FSDP2: every such class supports these
+    # sizes. Each rank also makes the shorter shards of others: a class that rejects one (NF4, whose
+    # blocks do not end there) would otherwise raise on one rank only, and the rest would wait.
     try:
         in_blocks = slot.chunk != entries_per_part(whole.shape[dim], num_shards)
         cut = torch.split if in_blocks else torch.chunk
         chunks = cut(whole, slot.chunk if in_blocks else num_shards, dim)
-        # Classes round as they like: NF4 cuts 80 rows for 3 ranks into two parts of 40.
+        # Classes round differently: NF4 splits 80 rows for 3 ranks into two parts of 40.
         found = [chunk.shape[dim] for chunk in chunks]
         found += [0] * (num_shards - len(found))
         if found != wanted:
@@ -69,15 +69,15 @@ def own_shard(
 
 
 def write_into(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Make ``old`` equal to ``new``, in the memory of ``old`` where the two are laid out alike."""
+    """Make ``old`` equal to ``new``, in the memory of ``old`` if both have the same layout."""
     if new is old:
         return
     if not dispatches(old) or not dispatches(new):
         if not _is_same_memory(old, new):
             old.copy_(new)
         return
-    # By attribute: ``old.copy_(new)`` would leave out what is no tensor (a block size, a flag), and
-    # inner tensors that have another shape or dtype than before.
+    # By attribute: ``old.copy_(new)`` would leave out attributes that are no tensors (a block size,
+    # a flag), and inner tensors with a new shape or dtype.
     for name, value in {**vars(new), **tensor_attributes(new)}.items():
         before: Any = getattr(old, name, None)
         if _are_alike(before, value):
@@ -102,8 +102,8 @@ def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a row-major tensor, as torch gives them."""
-    # Unlike `dtensor.boxes.strides` these are never 0, also of a tensor without elements: classes
-    # are told them as ``outer_stride``, and what they make is compared with them.
+    # Unlike `dtensor.boxes.strides`, these are never 0, even for a tensor without elements: classes
+    # get them as ``outer_stride``, and their results are compared with them.
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

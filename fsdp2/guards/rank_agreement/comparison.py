@@ -1,7 +1,7 @@
-"""What ranks tell each other about the units of a model, as text that is equal if the units are.
+"""Descriptions of a model's units that ranks exchange: equal text for equal units.
 
-The text is in topics. All ranks that have a topic must say the same in it; a rank need not have
-every topic (it does not hold the shards of others).
+The text has topics. All ranks that have a topic must have the same text for it. A rank need not
+have every topic (it does not hold the shards of others).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Names = Mapping[nn.Module, str]
 def by_ranks(units: Iterable[Unit]) -> dict[tuple[int, ...], list[Unit]]:
     """The units by the ranks that share them: the ranks of the mesh of their parameters.
 
-    That is the data-parallel mesh, with the ranks that compute on parts of the same parameters
-    (tensor parallelism); not the stages of a pipeline, which have other models.
+    These are the data-parallel ranks, and the ranks that compute on parts of the same parameters
+    (tensor parallelism). Stages of a pipeline are separate, as they have other models.
     """
     found: dict[tuple[int, ...], list[Unit]] = {}
     for unit in units:
@@ -53,7 +53,7 @@ def full_name(param: ShardedParam, names: Names) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-# The fields of `UnitConfig` that decide what a unit communicates, when, and what it makes of it.
+# The fields of `UnitConfig` that decide what a unit communicates, when, and how it uses the result.
 # The others decide what a rank keeps in memory, waits for or shows.
 _SETTINGS = (
     "mp_policy",
@@ -77,7 +77,7 @@ _SETTINGS = (
 
 
 def describe(units: Sequence[Unit], names: Names) -> dict[str, str]:
-    """Units and parameters, what was chosen for them, and the order of both."""
+    """Units and parameters, their settings, and the order of both."""
     unit_names = {unit: name_of(unit, names) for unit in units}
     found = {"units": ", ".join(f"'{name}'" for name in unit_names.values())}
     # Kept apart and put last: one parameter more or less shifts all positions after it, and only
@@ -135,7 +135,7 @@ def last_order(units: Iterable[Unit], names: Names) -> dict[str, str]:
 
 
 def all_values(units: Iterable[Unit], names: Names) -> dict[str, dict[str, str]]:
-    """Checksums of all shards of this rank, by the part of a parameter that they are."""
+    """Checksums of all shards of this rank, by part of a parameter."""
     found: dict[str, dict[str, str]] = {}
     for unit in units:
         for param in unit.params:
@@ -147,7 +147,7 @@ def all_values(units: Iterable[Unit], names: Names) -> dict[str, dict[str, str]]
 
 
 def sampled_values(units: Iterable[Unit], names: Names) -> dict[str, dict[str, str]]:
-    """Checksums of samples, of shards that other ranks hold as well."""
+    """Checksums of samples, for shards that other ranks also hold."""
     held = [(unit, param) for unit in units for param in unit.params if _has_replicas(param)]
     samples = Samples([param.local for _, param in held]).read()
     found: dict[str, dict[str, str]] = {}
@@ -161,7 +161,7 @@ def sampled_values(units: Iterable[Unit], names: Names) -> dict[str, dict[str, s
 def initial_values(units: Iterable[Unit], names: Names) -> dict[str, dict[str, str]]:
     """Checksums of samples of the whole parameters that `fully_shard` got, by tensor-parallel part.
 
-    Parameters whose shards were written since are left out.
+    Parameters whose shards have been written since then are left out.
     """
     found: dict[str, dict[str, str]] = {}
     for unit in units:
@@ -184,7 +184,7 @@ def _part(spec: TensorSpec | None, usual: DeviceMesh | None = None) -> str:
     """The part of a tensor that this rank has: "1 of mesh dim 0"; empty: all of it.
 
     Args:
-        usual: the mesh that needs no mention; None: each has one, but not its ranks.
+        usual: the mesh that the text does not mention; None: mention each mesh, but not its ranks.
     """
     if spec is None:
         return ""
@@ -193,8 +193,8 @@ def _part(spec: TensorSpec | None, usual: DeviceMesh | None = None) -> str:
     part = ", ".join(f"{place[dim]} of mesh dim {dim}" for dim in cuts)
     if spec.mesh == usual:
         return part
-    # Ranks compare per topic: the same coordinate in another mesh, be it of the same ranks (experts
-    # beside tensor parallelism), is a part that other ranks have.
+    # Ranks compare per topic. The same coordinate in another mesh is a part of other ranks, even if
+    # both meshes have the same ranks (experts together with tensor parallelism).
     part += f" in {spec.mesh.mesh_dim_names} = {tuple(spec.mesh.shape)}"
     return part if usual is None else f"{part} over {name_ranks(spec.mesh.mesh.flatten().tolist())}"
 

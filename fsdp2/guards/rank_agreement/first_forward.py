@@ -1,10 +1,10 @@
 """Before the first forward of a root, ranks compare their models, once.
 
-If ranks have different models, settings or weights, training hangs later, or trains a mixture
-without a word. So before anything is gathered all ranks exchange checksums through the process
-group's key-value store (a few requests each). Later steps do nothing.
+If ranks have different models, settings or weights, training hangs later, or silently trains a
+mixture. So before anything is gathered, all ranks exchange checksums through the process group's
+key-value store (a few requests each). Later steps do nothing.
 
-``FSDP2_CHECK_RANKS=0`` in the environment, of all ranks, switches it off.
+``FSDP2_CHECK_RANKS=0`` in the environment of all ranks switches it off.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WARN_AFTER_S = 30.0
 _REPLICAS = (
     "They are replicas: nothing makes them equal later, because only their gradients are averaged. "
     "Call fsdp2.broadcast_replicas(model) before the first forward (DistributedDataParallel does "
-    "this by itself), or give all ranks the same seed or checkpoint"
+    "this automatically), or give all ranks the same seed or checkpoint"
 )
 _MIXTURE = (
     "Ranks called fully_shard on models with different values, and each keeps its own rows: the "
@@ -70,18 +70,18 @@ class FirstForward(TreePart):
     @override
     def root_forward_begins(self) -> None:
         # Before anything is gathered: ranks with different models would hang in the first gather,
-        # and could not say why.
+        # without an explanation.
         if self.is_due():
             self.compare()
             self.runtime.remove(self)
 
     def is_due(self) -> bool:
-        """Whether all ranks have to take part in the forward that begins.
+        """Whether all ranks must take part in the forward that begins.
 
-        Replicas gather nothing: one of them may evaluate alone, until gradients are wanted.
+        Replicas gather nothing: one of them may evaluate alone, until gradients are needed.
         """
-        # A capture allows neither the copy of samples to the host nor a wait for other ranks. It
-        # stays due: the first forward outside of a capture compares.
+        # A capture allows neither the copy of samples to the host nor a wait for other ranks. The
+        # comparison stays due: the first forward outside of a capture compares.
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return False
         return self._gathers or torch.is_grad_enabled()
@@ -90,19 +90,19 @@ class FirstForward(TreePart):
         """Meet the other ranks.
 
         Raises:
-            RanksDisagreeError: on all ranks, with the first differences, or on those that came,
-                with the ranks that did not.
+            RanksDisagreeError: on all ranks, with the first differences; or on the ranks that came,
+                with the ranks that did not come.
         """
         names = {module: name for name, module in self._root.named_modules()}
         about = f"run the first forward of '{name_of(self._units[0], names)}'"
         meetings = []
         with torch.no_grad():
             for ranks, units in by_ranks(self._units).items():
-                # After so long the first of the collectives that would hang gives up, too.
+                # After this time, the first of the collectives that would hang also gives up.
                 timeout_s = min(map(_timeout_s, units))
                 meetings.append(StoreExchange("first", ranks, timeout_s, warn_after_s=WARN_AFTER_S))
-                # Tell all groups before hearing from any: ranks may come to them in another order,
-                # and two that each heard first would wait for each other.
+                # Send to all groups before receiving from any: ranks may reach groups in different
+                # orders, and two that each received first would wait for each other.
                 meetings[-1].say(_topics(units, names), about)
         try:
             for exchange in meetings:
@@ -114,7 +114,7 @@ class FirstForward(TreePart):
                 if unit.state is State.SHARDED:
                     unit.param_group.release_tags()
             raise
-        # Now that ranks are known to have the same groups, and are all here.
+        # Now all ranks are here and have the same groups.
         for unit in self._units:
             for transports in unit.param_group.transports:
                 transports.connect()
@@ -132,8 +132,8 @@ def _topics(units: Sequence[Unit], names: Mapping[nn.Module, str]) -> dict[str, 
 
 
 def _raise_for(found: Mapping[str, list[str]]) -> None:
-    """Raise what the ranks of a meeting found."""
-    # The description first: of different models the values differ as a matter of course.
+    """Raise an error with the differences that the ranks of a meeting found."""
+    # The description first: different models always have different values.
     if "" in found:
         raise RanksDisagreeError("\n".join([TITLE, *found[""]]))
     for kind, advice in (("values", _REPLICAS), ("initial", _MIXTURE)):

@@ -1,9 +1,9 @@
 """Whether all ranks passed the same initial values to `fully_shard`.
 
-Every rank keeps its own rows of a parameter, so ranks that initialized it from different seeds
-make a mixture, which no later step can tell from a model. Samples of the whole parameters are kept
-from `fully_shard` to the first forward, where ranks compare those whose shards nothing has written
-since: a checkpoint that is loaded in between puts everything right.
+Every rank keeps only its rows of a parameter. If ranks initialized it from different seeds, the
+result is a mixture, which no later step can detect. So samples of the whole parameters are kept
+from `fully_shard` to the first forward, where ranks compare them. Parameters whose shards were
+written in between are left out: loading a checkpoint removes the problem.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ..samples import Samples
 
 
 class InitialValues:
-    """Samples of the whole parameters of which every rank gets rows.
+    """Samples of the whole parameters that are split into rows for the ranks.
 
     Args:
-        params: about to be sharded.
+        params: the parameters that are about to be sharded.
     """
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
@@ -36,19 +36,19 @@ class InitialValues:
         self._others: list[InitialValues] = []
 
     def of_shards(self) -> InitialValues | None:
-        """Sample the shards too, once there are any; None if there is nothing to compare."""
-        # From the shards, not from the whole: the sharded dtype may be another one
+        """Also sample the shards, once they exist; None if there is nothing to compare."""
+        # From the shards, not from the whole parameter: the sharded dtype may differ
         # (`cast_frozen_params`), and a cast is not a write.
         self._shards = Samples([param.local for param in self._params])
         return self if self._params else None
 
     def joined(self, others: Iterable[InitialValues]) -> InitialValues:
-        """These and others: of units that became one."""
+        """These samples and ``others``, for units that became one."""
         self._others += others
         return self
 
     def unwritten(self) -> list[tuple[ShardedParam, bytes]]:
-        """The parameters whose shards are as they were, with samples of what they were cut from."""
+        """The parameters with unchanged shards, and samples of the whole parameters."""
         # By value, not by version counter: a load with ``assign=True``, a move and a write through
         # ``.data`` all leave counters as they were, or bring new ones.
         now = Samples([param.local for param in self._params]).read()
@@ -64,7 +64,7 @@ class _KeptInitial(UnitPart):
 
     @override
     def before_sharding(self, unit: Unit, params: Sequence[ShardedParam]) -> None:
-        # Afterwards no rank has whole parameters to compare with those of others.
+        # Afterwards no rank has whole parameters to compare with other ranks.
         unit.of_parts[InitialValues] = InitialValues(params)
 
     @override
@@ -81,12 +81,12 @@ class _KeptInitial(UnitPart):
 
 
 def initial_of(unit: Unit) -> InitialValues | None:
-    """What was sharded, until the first forward."""
+    """The samples of the sharded parameters, until the first forward."""
     return unit.of_parts.get(InitialValues)
 
 
 def forget_initial(unit: Unit) -> None:
-    """Samples of whole parameters have memory on the device; nothing compares them again."""
+    """Drop the samples of whole parameters, which use device memory and are not compared again."""
     unit.of_parts.pop(InitialValues, None)
 
 
@@ -96,15 +96,15 @@ def whole_of(param: ShardedParam) -> torch.Tensor:
 
 
 def is_seen_by_all(param: ShardedParam) -> bool:
-    """Whether the shards of all ranks can show whether they were written: no rank has too few rows.
+    """Whether every rank has enough rows to detect writes to its shard.
 
-    That one would leave the parameter out of what it says, and so disagree with the others.
+    A rank with too few rows would leave the parameter out, and so disagree with the others.
     """
     dim, num_shards, local = param.dim, param.mesh.num_shards, local_of(param.sharded)
     if dim is None or num_shards == 1 or not local.numel():
         return dim is None or num_shards == 1
     last = split_evenly(param.full_shape[dim], num_shards, num_shards - 1, param.granularity)[1]
-    return last * (local.nbytes // local.shape[dim]) >= 4  # as `unwritten` wants
+    return last * (local.nbytes // local.shape[dim]) >= 4  # as `unwritten` requires
 
 
 registry.add(_KeptInitial())

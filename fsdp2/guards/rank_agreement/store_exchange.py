@@ -1,10 +1,10 @@
 """Ranks compare what they are about to do, through the process group's key-value store.
 
-No collective: those are what hangs when ranks disagree. Each rank writes a few checksums under a
-key of its own and counts itself. The last to come reads what all have said, compares it and writes
-the verdict, for which the others wait. So a meeting takes four short requests per rank and one long
-one of the last, for any number of ranks. What the checksums stand for is sent only if they differ,
-and only by one rank of each kind.
+This does not use collectives, which hang if ranks disagree. Each rank writes a few checksums under
+its key and increments a counter. The last rank reads and compares all checksums and writes the
+verdict, for which the others wait. So a meeting takes four short requests per rank, and one long
+request by the last rank, for any number of ranks. The compared text itself is sent only if the
+checksums differ, and only by one rank of each kind.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from ...common.stores import read_present
 
 # How much longer than the timeout a rank waits for the verdict of the one that compares.
 GRACE_S = 10.0
-# Of so many kinds of ranks details are compared: there may be as many kinds as ranks, and one rank
-# reads them all.
+# Details are compared for at most this many kinds of ranks: there may be as many kinds as ranks,
+# and one rank reads them all.
 MAX_KINDS = 8
 MAX_LINES = 5  # of differences
 TITLE = "Ranks disagree about the model:"
 
 Topics = Mapping[str, Mapping[str, str]]
-# By default group, whose store has the keys. Not per `StoreExchange`: two models over the same
-# ranks share a path, and rounds of a later one must not find the keys of an earlier one.
+# Keyed by default group, whose store has the keys. Not per `StoreExchange`: two models over the
+# same ranks share a path, and rounds of a later one must not find the keys of an earlier one.
 _rounds: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 
 
 class RanksDisagreeError(RuntimeError):
-    """Ranks that must do the same do not. The message names the ranks and the difference."""
+    """Ranks differ where they must agree. The message names the ranks and the difference."""
 
 
 def can_meet(backend: str) -> bool:
-    """Whether the ranks are processes of their own that share a store.
+    """Whether the ranks are separate processes that share a store.
 
     Args:
         backend: of the ranks' group.
@@ -55,18 +55,18 @@ def can_meet(backend: str) -> bool:
         store: Any = dist.distributed_c10d._get_default_store()
     except (RuntimeError, ValueError, KeyError):  # MPI has none
         return False
-    # Only stores that other processes can reach: a HashStore is of this process.
+    # Only stores that other processes can reach: a HashStore belongs to this process.
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return isinstance(store, dist.TCPStore | dist.FileStore)
 
 
 class StoreExchange:
-    """Some ranks that meet again and again, each as often as the others.
+    """A set of ranks that meet repeatedly, each the same number of times.
 
     Args:
-        purpose: meetings for different purposes are counted apart.
-        ranks: numbers in the default group, this rank's among them.
+        purpose: meetings for different purposes are counted separately.
+        ranks: numbers in the default group, including this rank's.
         timeout_s: how long to wait for a rank that does not come, in seconds.
         warn_after_s: after how many seconds one of the waiting ranks names those that are missing.
     """
@@ -96,11 +96,12 @@ class StoreExchange:
         return self.hear()
 
     def say(self, topics: Topics, about: str) -> None:
-        """Come to the meeting; the last rank that comes compares what all have said.
+        """Join the meeting; the last rank to join compares the topics of all.
 
         Args:
-            topics: by topic what this rank has, by name. Ranks that have a topic must have the same
-                under it; others need not have it. Only under the topic "" must all have all names.
+            topics: by topic, values of this rank by name. Ranks that have a topic must have the
+                same values; other ranks need not have it. All ranks must have all names of the
+                topic "".
             about: what this rank is about to do, for errors: "run the first forward".
         """
         if self._store is None:
@@ -112,8 +113,8 @@ class StoreExchange:
         texts = {topic: repr(sorted(held.items())).encode() for topic, held in topics.items()}
         checksums = {topic: f"{zlib.crc32(text):08x}" for topic, text in texts.items()}
         with explained(self._what, None):
-            # First say, then count: who counts last reads what all have said. Then claim, since a
-            # rank whose time is up may be writing a verdict of its own just now.
+            # First write, then count: the rank that counts last reads what all have written. Then
+            # claim, since a rank whose time is up may be writing another verdict just now.
             self._store.set(self._key(self._me), json.dumps([self._round, checksums]))
             if self._store.add(f"{self._base}/count", 1) == len(self.ranks) and self._claim():
                 self._judge()
@@ -122,7 +123,7 @@ class StoreExchange:
         """Wait for the verdict.
 
         Returns:
-            The same on every rank: by topic what differs between which ranks, a line each.
+            By topic, the differences between ranks, one line each; the same on every rank.
 
         Raises:
             RanksDisagreeError: with the ranks that did not come.
@@ -154,15 +155,15 @@ class StoreExchange:
         return f"meeting the other ranks to {self._about}"
 
     def _key(self, rank: int) -> str:
-        # Without the round: each rank overwrites its key in the next one, so that the store does
-        # not grow. None does so early, as it first waits for the verdict of this round.
+        # Without the round: each rank overwrites its key in the next round, so the store does not
+        # grow. No rank does so early, as it first waits for the verdict of this round.
         return f"{self._path}/said/{rank}"
 
     def _wait(self, key: str, timeout_s: float) -> bool:
         try:
             self._store.wait([key], timedelta(seconds=timeout_s))
         except RuntimeError:  # (a DistStoreError; of a FileStore a plain RuntimeError)
-            # The key may have come in the meantime, or the error be another one. Ask once more.
+            # The key may exist by now, or this may be another error. Ask once more.
             return self._store.check([key])
         return True
 
@@ -172,7 +173,7 @@ class StoreExchange:
         if warn_s is not None and warn_s < left_s:
             there = self._wait(key, warn_s)
             left_s -= warn_s
-            # One warning from all that wait, not one from each of thousands.
+            # One warning for all ranks that wait, not one from each of thousands.
             if not there and self._store.add(f"{self._base}/warned", 1) == 1:
                 warnings.warn(
                     f"{self._here}, but {name_ranks(self._missing())} did not come within "
@@ -180,8 +181,8 @@ class StoreExchange:
                     stacklevel=2,
                 )
         if not there and not self._wait(key, left_s):
-            # One of the ranks that wait decides for all. Were each to look for itself, one could
-            # see the last rank come and the other not, and the ranks would part.
+            # One of the waiting ranks decides for all. If each checked for itself, one could see
+            # the last rank come and another not, and the ranks would diverge.
             if self._claim():
                 missing = self._missing()
                 if missing:
@@ -227,7 +228,7 @@ class StoreExchange:
             self._kinds = shown
         self._store.set(f"{self._base}/verdict", json.dumps(verdict))
         for key in ("count", "claim", "verdict", "differences", "warned"):
-            # Of the round before: all have left it, since all have come to this one.
+            # Of the previous round: all ranks have left it, since all have come to this one.
             self._store.delete_key(f"{self._path}/{self._round - 1}/{key}")
 
     def _judge_details(self, verdict: Mapping[str, Any]) -> None:
@@ -252,7 +253,7 @@ class StoreExchange:
 
 
 def kinds_of(checksums: Mapping[int, Mapping[str, str]]) -> dict[str, list[list[int]]]:
-    """For each topic on which ranks differ, its kinds: lists of ranks that have the same.
+    """For each topic on which ranks differ, its kinds: lists of ranks with equal checksums.
 
     Args:
         checksums: by rank and topic.
@@ -269,7 +270,7 @@ def kinds_of(checksums: Mapping[int, Mapping[str, str]]) -> dict[str, list[list[
 
 
 def name_ranks(ranks: Any) -> str:
-    """As in "rank 3" or "ranks 0, 1, 2 and 61 more"."""
+    """Text for ``ranks``: "rank 3" or "ranks 0, 1, 2 and 61 more"."""
     ranks = sorted(ranks)
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
@@ -283,12 +284,12 @@ def differences(
     missing: str | None = None,
     most: int = MAX_LINES,
 ) -> list[str]:
-    """Differences between what ranks say under the same key, in at most ``most`` lines.
+    """Differences between the values of ranks under the same key, in at most ``most`` lines.
 
     Args:
-        said: what ranks say, by tuple of the ranks that say it.
-        missing: what to show for ranks that do not have a key; None: they need not have it.
-        most: number of lines.
+        said: values by key, for each tuple of ranks that have the same values.
+        missing: the text for ranks that do not have a key; None: they need not have it.
+        most: maximum number of lines.
 
     Example:
         >>> differences({(0, 2): {"a": "1"}, (1,): {"a": "2"}})

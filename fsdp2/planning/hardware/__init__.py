@@ -1,1 +1,1 @@
-"""How fast hardware is: presets, files, and what `fsdp2 measure` writes."""
+"""Speeds of hardware: presets, files, and measurements of `fsdp2 measure`."""

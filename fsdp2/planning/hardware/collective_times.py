@@ -1,4 +1,4 @@
-"""The time of collectives by size, of every group: by units of the library that compute nothing."""
+"""Times of collectives by size and group, measured with units that compute nothing."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .curves import Points, rising
 from .in_steps import added, wait_for
 
 _ROUNDS, _WARM_UP = 9, 2
-# Units with several parameters: of the first size they are packed, of the second none is.
+# Units with several parameters: the first size is packed, the second is not.
 _SEVERAL, _PACKED_BYTES = 8, 2**17
 
 
 class _Gradients(torch.autograd.Function):
-    """Uses parameters, and gives them gradients that exist already."""
+    """Uses parameters, and gives them existing gradients."""
 
     @staticmethod
     @override
@@ -38,7 +38,7 @@ class _Gradients(torch.autograd.Function):
     @override
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         given = tuple(ctx.ready)
-        ctx.ready.clear()  # so that nobody else has them, and they need not be copied
+        ctx.ready.clear()  # so that there are no other references, and they need not be copied
         return (None, *given)
 
 
@@ -72,7 +72,7 @@ class TimedUnit:
         self.step()  # the first finds out the order of units
 
     def step(self) -> tuple[float, float]:
-        """Seconds of the gather, and of the reduction."""
+        """Seconds of the gather and of the reduction."""
         self.model.ready += [torch.ones(n, device=self.device) for n in self._numels]
         gather_s = self._seconds(self.model.unshard)
         loss = self.model()
@@ -91,7 +91,7 @@ class TimedUnit:
         return time.perf_counter() - start
 
     def times(self) -> tuple[float, float]:
-        """Medians; the slowest rank counts."""
+        """Medians of the slowest rank's times."""
         found = [self.step() for _ in range(_ROUNDS + _WARM_UP)][_WARM_UP:]
         slowest = torch.tensor(found, dtype=torch.float64, device=self.device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self.group)
@@ -100,14 +100,14 @@ class TimedUnit:
 
 
 def ranks_per_node() -> int:
-    """As the launcher says it; without one, all."""
+    """Ranks per node, from the launcher's environment; without a launcher, all ranks."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
 def meshes(device_type: str) -> dict[str, DeviceMesh]:
-    """A mesh of all ranks and, of several nodes or of four ranks and more, those of its halves.
+    """A mesh of all ranks and, with several nodes or at least four ranks, smaller meshes.
 
-    By what `Hardware.collective_s` calls them: "8", "16 on 2".
+    The keys are the names in `Hardware.collective_s`: "8", "16 on 2".
     """
     world, node = dist.get_world_size(), min(ranks_per_node(), dist.get_world_size())
     found = {_name(range(world), node): init_device_mesh(device_type, (world,))}
@@ -129,10 +129,10 @@ def collective_tables(
 ) -> tuple[dict[str, Points], dict[str, Any]]:
     """`Hardware.collective_s`, `message_s` and `param_s`. All ranks call this.
 
-    Where the host does everything in order, the times are those that a step gets longer by.
+    If the host does everything in order, the times are what each collective adds to a step.
 
     Args:
-        sizes: bytes of the whole, rising.
+        sizes: bytes of the whole data, ascending.
     """
     found: dict[str, Points] = {}
     messages: list[float] = []
@@ -162,5 +162,5 @@ def _alone(mesh: DeviceMesh, nbytes: int, num_params: int) -> tuple[float, float
 def _in_steps(
     mesh: DeviceMesh, nbytes: int, num_params: int, *, quick: bool
 ) -> tuple[float, float, float]:
-    """What they make a step longer by."""
+    """Seconds that they add to a step."""
     return added(mesh, nbytes, _alone(mesh, nbytes, num_params), num_params, quick=quick)

@@ -1,4 +1,4 @@
-"""Measured tables: points of a curve, interpolated in logarithms, and how files spell them."""
+"""Measured tables: points of a curve, interpolated in logarithms, and their form in files."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Points = tuple[tuple[float, float], ...]
 
 
 def seconds_at(points: Points, amount: float) -> float:
-    """Time of an ``amount`` of bytes, between measured (amount, seconds).
+    """Time for an ``amount`` of bytes, between measured (amount, seconds).
 
-    Less than the least measured takes as long as that: a call has a fixed cost. More than the most
-    takes time in proportion.
+    Below the smallest measured amount, the time is constant: a call has a fixed cost. Above the
+    largest, it is proportional to the amount.
 
     Example:
         >>> seconds_at(((1e3, 1e-6), (1e6, 1e-3)), 4e6)
@@ -30,8 +30,8 @@ def seconds_at(points: Points, amount: float) -> float:
 def rate_at(points: Points, intensity: float) -> float:
     """FLOP/s at an arithmetic intensity (FLOP per byte), between measured (intensity, FLOP/s).
 
-    Below the least measured one memory is the limit: FLOP/s in proportion to intensity. Above the
-    largest they stay what they are.
+    Below the lowest measured intensity, memory is the limit, and FLOP/s are proportional to the
+    intensity. Above the highest, they are constant.
 
     Example:
         >>> rate_at(((1.0, 1e9), (100.0, 5e10)), 0.5)
@@ -53,7 +53,7 @@ def _between(points: Points, x: float) -> float:
 
 
 def curve(samples: Iterable[tuple[float, float]], *, per_octave: int = 2) -> Points:
-    """Points from samples: medians of those that are close together.
+    """Points from samples: medians of samples that are close together.
 
     Args:
         per_octave: points between an amount and twice that.
@@ -70,10 +70,10 @@ def curve(samples: Iterable[tuple[float, float]], *, per_octave: int = 2) -> Poi
 
 
 def rising(points: Points) -> Points:
-    """The same, without falls: more takes no less time, whatever a measurement says.
+    """The points, made monotonic: a larger amount never takes less time, despite noise.
 
-    Neighbours that fall become their mean (pool adjacent violators: Ayer et al., An Empirical
-    Distribution Function for Sampling with Incomplete Information, 1955), in logarithms.
+    Adjacent points that fall become their mean, in logarithms (pool adjacent violators: Ayer et
+    al., An Empirical Distribution Function for Sampling with Incomplete Information, 1955).
 
     Example:
         >>> [y for _, y in rising(((1, 1.0), (2, 8.0), (4, 2.0), (8, 9.0)))]
@@ -90,7 +90,7 @@ def rising(points: Points) -> Points:
 
 
 def round_to(number: float, digits: int = 6) -> float:
-    """As many digits as a measurement could have."""
+    """Round to the digits that a measurement can have."""
     return float(f"{number:.{digits}g}")
 
 
@@ -102,7 +102,8 @@ def checked(name: str, tables: Mapping[str, Sequence[Sequence[float]]]) -> dict[
     """The tables as tuples.
 
     Raises:
-        ValueError: if one has no points, one that is not two positive numbers, or is out of order.
+        ValueError: if a table is empty, out of order, or has points that are not two positive
+            numbers.
     """
     made = {}
     for key, table in tables.items():

@@ -1,8 +1,8 @@
 """Hardware presets: speeds of GPUs and of the links within and between nodes.
 
-The presets' numbers are from data sheets and published measurements, each named next to it; they
-were written down from memory, without access to the sources. Efficiencies are the fraction of a
-data sheet's number that large kernels reach.
+The presets' numbers are from data sheets and published measurements, named next to each number.
+They were written down from memory, without access to the sources. Efficiencies are the fraction of
+a data sheet's number that large kernels reach.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _MAY_BE_0 = (
     *("recompute_s", "nodes_per_pod", "rail_optimized"),
 )
 _RANGES = ("kernels_range", "links_range")
-# What `Hardware.step_factors` may be of.
+# The parts of a step that `Hardware.step_factors` may have.
 MULTIPLY, OPERANDS = "multiply", "operands"
 CONVOLVE, ATTEND, MOVE = "convolve", "attend", "move"
 HOST, CALL, GATHER, REDUCE, OPTIMIZER = "host", "call", "gather", "reduce", "optimizer"
 STEP_PARTS = (MULTIPLY, OPERANDS, CONVOLVE, ATTEND, MOVE, HOST, CALL, GATHER, REDUCE, OPTIMIZER)
-# By what the keys of each are: a key that nothing looks up would be ignored.
+# The form of the keys of each table: a key that nothing looks up would be ignored.
 _OPERATOR = r"(attention|\w+::\w+) (\w+)"
 _TABLES = {
     "operator_s": (_OPERATOR, "'aten::gelu float32'"),
@@ -73,7 +73,7 @@ def _check_spine(hardware: Hardware) -> None:
         raise ValueError(f"oversubscription must be 1 or more, got {more}")
     if more > 1 and not (hardware.nodes_per_pod or hardware.rail_optimized):
         raise ValueError(
-            "oversubscription is that of pods or of rails: give nodes_per_pod, or rail_optimized"
+            "oversubscription needs pods or rails: give nodes_per_pod, or rail_optimized"
         )
 
 
@@ -84,72 +84,72 @@ class Hardware:
     Attributes:
         name: display name.
         memory_bytes: memory of one GPU.
-        matmul_flops: FLOP/s of large dense matrix multiplications by dtype, from the data sheet.
-            For a dtype that is missing another one's are taken, and the plan says so.
-        matmul_efficiency: the fraction of it that large multiplications reach.
+        matmul_flops: FLOP/s of large dense matrix multiplications by dtype, from the data sheet. A
+            missing dtype gets the value of another one, and the plan has a note about it.
+        matmul_efficiency: the fraction of ``matmul_flops`` that large multiplications reach.
         attention_flops: FLOP/s that fused attention kernels reach, forward and backward.
-        memory_bandwidth: bytes per second of the GPU's memory, on the data sheet.
+        memory_bandwidth: bytes per second of the GPU's memory, from the data sheet.
         memory_efficiency: the fraction of it that streaming kernels reach.
-        kernel_s: the minimum time between the starts of two kernels.
+        kernel_s: the minimum seconds between the starts of two kernels.
         ranks_per_node: GPUs in a node.
-        node_bandwidth: bytes per second that a GPU sends to others of its node in a ring.
+        node_bandwidth: bytes per second that a GPU sends to other GPUs of its node in a ring.
         network_bandwidth: bytes per second that a node sends to other nodes.
         network_efficiency: the fraction of it that collectives reach.
-        nodes_per_pod: nodes that reach each other with all of ``network_bandwidth``; 0: all do.
-            Nodes are numbered pod by pod, and what is for other pods passes the spine.
-        oversubscription: how many times more bandwidth the nodes of a pod have than the links of
-            the pod to the spine; 1: as much.
-        rail_optimized: whether the network cards of equal local ranks of all nodes of a pod are at
-            switches of their own, a rail, and rails meet in the spine. Rings stay on their rails;
-            all-to-alls do not, where several ranks of a node take part.
+        nodes_per_pod: nodes of a pod, which reach each other with the full ``network_bandwidth``;
+            0: all nodes do. Nodes are numbered pod by pod. Traffic to other pods passes the spine.
+        oversubscription: bandwidth of the nodes of a pod, divided by the bandwidth of the pod's
+            links to the spine.
+        rail_optimized: whether the network cards with the same local rank, on all nodes of a pod,
+            share a switch (a rail), and rails meet in the spine. Rings stay on their rails.
+            All-to-alls with several ranks of a node do not.
         node_latency_s, network_latency_s: latency of one ring step of a message.
-        call_latency_s: fixed latency of a call, however many messages it has.
-        channels: messages of a call that go round their rings at the same time.
+        call_latency_s: fixed latency of a call, for any number of messages.
+        channels: number of messages of a call that use their rings at the same time.
         host_bandwidth: bytes per second between a GPU and host memory.
-        multiprocessors: of a GPU. A collective takes ``channels`` of them from kernels that run at
-            the same time; 0: nothing.
-        launch_s: time of the host per operator of the model.
-        call_host_s: time of the host per call of a collective, with the hooks around it.
-        jitter: standard deviation, relative, of the time that a rank takes for a second of kernels.
-            All wait for the slowest: see ``stragglers_s`` in ``simulation/costs.py``.
-        context_bytes: what the driver and the context of CUDA hold of ``memory_bytes``.
+        multiprocessors: number of a GPU's multiprocessors. A collective takes ``channels`` of them
+            from kernels that run at the same time; 0: it takes none.
+        launch_s: host seconds per operator of the model.
+        call_host_s: host seconds per call of a collective, including hooks.
+        jitter: relative standard deviation of a rank's time for a second of kernels. All ranks wait
+            for the slowest: see ``stragglers_s`` in ``simulation/costs.py``.
+        context_bytes: bytes of ``memory_bytes`` that the driver and the CUDA context hold.
         workspace_bytes: scratch memory that cuBLAS keeps.
         channel_bytes: buffers of NCCL for each channel of a communicator.
-        caches_memory: whether tensors are allocated by torch's caching allocator.
-        speeds: of each node, or of each rank, where they differ: what part of the speed of kernels
-            above it reaches. Empty: all reach it. ``fsdp2 doctor`` measures them.
-        device_type: whose kernels run: "cuda", or "cpu".
-        kernels_range, links_range: the relative speeds, slowest and fastest, that kernels and links
-            of such hardware have in practice, where it is not known which: from 0.6 to 1.1 of the
-            above, say. Predictions print the range of a step's time. (1, 1): they are known.
+        caches_memory: whether torch's caching allocator allocates tensors.
+        speeds: the speed of each node, or of each rank, if they differ, as a fraction of the
+            kernels' speed above. Empty: all are 1. ``fsdp2 doctor`` measures them.
+        device_type: the device whose kernels run: "cuda" or "cpu".
+        kernels_range, links_range: the slowest and fastest relative speeds of kernels and links in
+            practice, such as 0.6 and 1.1, if the speeds above are uncertain. Predictions print the
+            resulting range of a step's time. (1, 1): the speeds are known.
         half_intensity: the FLOP per byte at which a multiplication reaches half of the FLOP/s of
-            large ones; of more, ``AI / (AI + half_intensity)``. 0: all reach them, or the speed of
-            memory.
-        operator_s: measured, by operator and dtype ("aten::gelu float32"): pairs of bytes that a
-            call reads and writes, and seconds. Operators that are not in it are like "aten::add".
-        operator_flops: measured, likewise: pairs of arithmetic intensity (FLOP per byte) and
-            FLOP/s. Operators that are not in it are like "aten::mm".
-        collective_s: measured, by kind and number of ranks ("all_gather 8"), of ranks of one node,
-            or with the number of nodes ("all_gather 16 on 2"): pairs of bytes of the whole, and
-            seconds. Groups that are not in it are rings.
-        message_s, param_s: time of each further message of a measured collective, and of each
+            large ones; at intensity ``AI``, it reaches ``AI / (AI + half_intensity)``. 0: each
+            reaches the full FLOP/s, or the speed of memory.
+        operator_s: measured times by operator and dtype ("aten::gelu float32"): pairs of bytes that
+            a call reads and writes, and seconds. Other operators are like "aten::add".
+        operator_flops: measured rates by operator and dtype: pairs of arithmetic intensity (FLOP
+            per byte) and FLOP/s. Other operators are like "aten::mm".
+        collective_s: measured times by kind and number of ranks, on one node ("all_gather 8") or on
+            several ("all_gather 16 on 2"): pairs of bytes of the whole data, and seconds. Other
+            groups are modelled as rings.
+        message_s, param_s: seconds of each further message of a measured collective, and of each
             further parameter of its unit.
-        host_ordered: whether the host does everything one after the other, as with gloo on the CPU:
-            there are no streams.
-        optimizer_launch_s: if ``host_ordered``, the time of the host per operator of an optimizer,
-            beyond the operator itself: its parameters are DTensors. 0: ``launch_s``.
-        recompute_s: if ``host_ordered``, how much longer the host takes for an operator that
-            activation checkpointing repeats, with what it does in forward for that.
-        overlap: if ``host_ordered``, the part of a collective that goes on while the host computes.
+        host_ordered: whether the host does everything in order, without streams, as with gloo on
+            the CPU.
+        optimizer_launch_s: if ``host_ordered``, host seconds per operator of an optimizer in
+            addition to the operator, because its parameters are DTensors. 0: ``launch_s``.
+        recompute_s: if ``host_ordered``, additional host seconds for an operator that activation
+            checkpointing repeats, including its bookkeeping in forward.
+        overlap: if ``host_ordered``, the fraction of a collective that overlaps with compute.
         disk_write_bandwidth, disk_read_bandwidth: bytes per second of a rank to the folder of
-            checkpoints, while all ranks write or read; 0: not known.
-        step_factors: how many times as long parts of a step take in a step as they were measured to
-            take: of multiplications what their FLOPs take at the highest rate ("multiply") and the
-            rest ("operands"), of other operators ("convolve", "attend", "move"), of the "host"
-            (``launch_s``, ``recompute_s``; ``kernel_s``, if ``host_ordered``), of collectives that
-            were measured what the smallest take ("call") and the rest ("gather", "reduce"), and of
-            the operators of the "optimizer". Those that are not in it: 1.
-        source: where the numbers are from.
+            checkpoints while all ranks write or read; 0: not known.
+        step_factors: for parts of a step, their time within a step divided by their time measured
+            alone. The parts are: of multiplications, the time of their FLOPs at the highest rate
+            ("multiply") and the rest ("operands"); other operators ("convolve", "attend", "move");
+            the "host" (``launch_s``, ``recompute_s``, and ``kernel_s`` if ``host_ordered``); of
+            measured collectives, the time of the smallest ("call") and the rest ("gather",
+            "reduce"); and the operators of the "optimizer". Missing parts have the factor 1.
+        source: the source of the numbers.
 
     Raises:
         ValueError: for numbers that are not positive, speeds that are not finite, and ranges
@@ -246,17 +246,17 @@ class Hardware:
                 )
 
     def step_factor(self, part: str) -> float:
-        """That of one of ``STEP_PARTS``."""
+        """The factor of one of ``STEP_PARTS``."""
         return self.step_factors.get(part, 1.0)
 
     def library_bytes(self, communicators: int) -> int:
-        """Memory of a GPU that no allocator of torch's holds: of CUDA, cuBLAS and NCCL."""
+        """Memory of a GPU that CUDA, cuBLAS and NCCL hold, outside torch's allocator."""
         nccl = communicators * self.channels * self.channel_bytes
         return int(self.context_bytes + self.workspace_bytes + nccl)
 
     @property
     def taken_by_collectives(self) -> float:
-        """The part of a GPU's multiprocessors on which a collective runs."""
+        """The fraction of a GPU's multiprocessors on which a collective runs."""
         if not self.multiprocessors:
             return 0.0
         return min(0.9, self.channels / self.multiprocessors)
@@ -266,8 +266,8 @@ class Hardware:
         return self.matmul_flops[self.rate_of(dtype)] * self.matmul_efficiency
 
     def rate_of(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype whose FLOP/s multiplications in ``dtype`` take: ``dtype``, if they are known;
-        bfloat16 in place of narrower ones; otherwise the slowest."""
+        """The dtype whose FLOP/s apply to multiplications in ``dtype``: ``dtype``, if they are
+        known; bfloat16 instead of narrower ones; otherwise the slowest."""
         known = self.matmul_flops
         if dtype in known:
             return dtype
@@ -276,39 +276,39 @@ class Hardware:
         return min(known, key=lambda each: known[each])
 
 
-# Efficiency of multiplications: one number per kind of GPU, for all that a real step loses to the
-# data sheet (shapes, power limits). A100: calibrated on one
+# Efficiency of multiplications: one number per type of GPU, for all losses of a real step against
+# the data sheet (shapes, power limits). A100: calibrated on one
 # published figure, GPT-175B with two sequences per GPU (FSDP paper, section 5.4: 186 TFLOPS). H100:
-# the same part of what is achievable, which S. Bekman, Machine Learning Engineering, measured as
-# 267.9 of 312 TFLOPS (A100 SXM) and 794.5 of 989 (H100 SXM): 0.735 / 0.86 * 0.80 = 0.68. H100
-# limited to 500 W: calibrated on one row of torchtitan's. docs/planning/accuracy.md has the others.
+# the same fraction of the achievable speed, which S. Bekman, Machine Learning Engineering, measured
+# as 267.9 of 312 TFLOPS (A100 SXM) and 794.5 of 989 (H100 SXM): 0.735 / 0.86 * 0.80 = 0.68. H100
+# limited to 500 W: calibrated on one row of torchtitan. docs/planning/accuracy.md has the others.
 # Ranges of kernels: published training runs on H100s reached 0.45 to 0.55 of the data sheet with
 # software of 2023, compiled ones of 2026 reach 0.7; on A100s models of width 768 reached 0.51, and
-# of width 7168 0.71. B200 and MI300X: 0.7 to 1.1 is a guess, as nothing is calibrated. Links: that
-# large collectives reach 0.75 to 1.1 of what is assumed above is a guess, too.
+# of width 7168 0.71. B200 and MI300X: 0.7 to 1.1 is a guess, as nothing is calibrated. Links: the
+# range of 0.75 to 1.1 for large collectives is a guess, too.
 # Attention: FlashAttention-2 (arXiv 2307.08691), forward and backward, head width 128: up to about
 # 190 TFLOPS on A100 and 335 on H100.
 # Latencies: NCCL, src/graph/tuning.cc, rings with the Simple protocol: 3.4 us per step over NVLink,
 # 14 us over the network, 8.4 us per call.
-# Channels: NCCL's log (NCCL_DEBUG=INFO) says 16 to 24 per communicator on nodes of 8 A100 or H100.
-# Memory of libraries. Context: of the 80 GiB of an H100, CUDA tells a program of 79.1 (the total of
+# Channels: NCCL's log (NCCL_DEBUG=INFO) has 16 to 24 per communicator on nodes of 8 A100 or H100.
+# Memory of libraries. Context: of the 80 GiB of an H100, CUDA reports 79.1 (the total of
 # torch.cuda.mem_get_info); a process with one tensor holds about 0.5 GB. cuBLAS: torch's default on
 # Hopper is 32 MiB, and as much for cuBLASLt; less before. NCCL: a connection has buffers of 4 MiB
 # (NCCL_BUFFSIZE), 4.7 MiB (LL128) and 0.5 MiB (LL), and a ring has one to receive and one to send
-# per channel. All this is of the right order and measured on no cluster.
+# per channel. All this is of the right order, but was not measured on any cluster.
 # Multiprocessors: 108 of an A100, 132 of an H100 (data sheets); a kernel of NCCL has a block on one
-# of them for each channel, and what other kernels lose is taken to be that share of their speed.
+# of them for each channel, and other kernels are assumed to lose this share of their speed.
 # Host: PyTorch launches 100,000 to 300,000 small kernels per second (its performance notes and
 # many profiles); the hooks of a unit and a call of a collective take 30 to 100 us together. Both
-# decide for small batches only. Jitter: chosen to meet one published row, that of torchtitan's
-# Llama 3 8B on 128 GPUs, which are 2.7 % slower than 8; see `costs.stragglers_s`.
+# matter for small batches only. Jitter: chosen to match one published row, torchtitan's Llama 3 8B
+# on 128 GPUs, which are 2.7 % slower than 8; see `costs.stragglers_s`.
 # Networks of presets are flat. Others: pods of 3,072 GPUs (384 nodes), between which bandwidth is a
 # seventh (The Llama 3 Herd of Models, arXiv 2407.21783, section 3.3.1); rails, with scalable units
 # of 32 nodes and as much bandwidth in the spine (NVIDIA DGX SuperPOD reference architecture, H100).
 # NVLink: bus bandwidth of all-gathers in nccl-tests: about 230 GB/s of 300 (A100) and 360 GB/s of
 # 450 (H100).
 def _dense(fp8: float, bf16: float, tf32: float) -> dict[torch.dtype, float]:
-    """FLOP/s of multiplications in these formats, of matrices that are not sparse."""
+    """FLOP/s of dense multiplications in these formats."""
     return {
         **dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2), fp8),
         **dict.fromkeys((torch.bfloat16, torch.float16), bf16),
@@ -381,9 +381,9 @@ PRESETS: dict[str, Hardware] = {
         ),
         # NVIDIA DGX B200 data sheet: 72 PFLOPS FP8 with sparsity of 8, so 4,500 TFLOPS dense each,
         # 2,250 bf16; 1,440 GB with 64 TB/s of 8; 8 ports of 400 Gb/s; 148 multiprocessors. NVLink
-        # 5: 900 GB/s each way, of which collectives are taken to reach as much as on an H100.
+        # 5: 900 GB/s each way; collectives are assumed to reach the same part as on an H100.
         # Efficiency: S. Bekman (see above) measured about 0.78 of the data sheet at best, 0.80 on
-        # an H100. Attention: that of an H100, as a part of the data sheet. Nothing is calibrated.
+        # an H100. Attention: the same fraction of the data sheet as on an H100. Not calibrated.
         _B200,
         # NVIDIA GB200 NVL72 data sheet: 2,500 TFLOPS dense bf16, 13.4 TB with 576 TB/s of 72 GPUs,
         # which NVLink connects; 400 Gb/s of network per GPU; C2C 450 GB/s each way.
@@ -398,8 +398,8 @@ PRESETS: dict[str, Hardware] = {
             host_bandwidth=360 * GB,
         ),
         # AMD Instinct MI300X data sheet: 1,307 TFLOPS dense bf16, 2,615 FP8, 654 TF32; 192 GB with
-        # 5.3 TB/s; 304 compute units; 7 links of 64 GB/s each way, of which rings are taken to
-        # reach 0.7. Efficiency: S. Bekman measured 0.5 to 0.6 of the data sheet at best, 0.80 on an
+        # 5.3 TB/s; 304 compute units; 7 links of 64 GB/s each way; rings are assumed to reach 0.7
+        # of them. Efficiency: S. Bekman measured 0.5 to 0.6 of the data sheet at best, 0.80 on an
         # H100. Nothing is calibrated, and nothing of this package has run on ROCm.
         replace(
             _H100,
@@ -413,8 +413,8 @@ PRESETS: dict[str, Hardware] = {
             multiprocessors=304,
             kernels_range=(0.7, 1.1),
         ),
-        # Two cores and gloo, for trying things out: measured here to the order of magnitude. Gloo
-        # has no channels; 15 messages more took 0.4 to 0.7 ms longer.
+        # Two cores and gloo, for trials: the order of magnitude, as measured on one machine. Gloo
+        # has no channels; 15 more messages took 0.4 to 0.7 ms longer.
         Hardware(
             name="cpu",
             memory_bytes=16 * GIB,
@@ -446,15 +446,16 @@ PRESETS: dict[str, Hardware] = {
 def find_hardware(hardware: str | Hardware) -> Hardware:
     """Look up a preset by name, or read a file; a `Hardware` is returned unchanged.
 
-    A file ends in ``.json`` and holds an object: the preset to begin with as "base", and fields of
-    `Hardware` that differ, ``{"base": "h100", "network_bandwidth": 100e9, "speeds": [1, 1, 0.5]}``;
-    ``matmul_flops`` by names of dtypes. `measure` writes such files, with all fields, and says in
-    "measured" where and when.
+    The name of a file ends in ``.json``. The file holds an object with the name of a preset as
+    "base", and the fields of `Hardware` that differ from it:
+    ``{"base": "h100", "network_bandwidth": 100e9, "speeds": [1, 1, 0.5]}``. ``matmul_flops`` has
+    names of dtypes as keys. `measure` writes such files with all fields; "measured" has the time
+    and place of the measurement.
 
     Raises:
-        ValueError: for an unknown name, or a file that does not hold that.
+        ValueError: for an unknown name, or invalid contents of a file.
         OSError: for a file that cannot be read.
-        TypeError: for anything else.
+        TypeError: for other types.
     """
     if isinstance(hardware, Hardware):
         return hardware
@@ -473,7 +474,7 @@ def find_hardware(hardware: str | Hardware) -> Hardware:
 
 
 def _read(path: Path) -> Hardware:
-    if not path.is_file() and path.exists():  # to open a pipe would block
+    if not path.is_file() and path.exists():  # opening a pipe would block
         raise ValueError(f"{path} is not a file")
     with path.open("rb") as file:
         text = file.read(MAX_FILE_BYTES + 1)
@@ -498,7 +499,7 @@ def _read(path: Path) -> Hardware:
         if not fits(value):
             raise ValueError(f"{path}: {key} has to be {what}, got {value!r}")
     if "matmul_flops" in told:
-        # Not `getattr`: torch imports some of its modules when they are asked for.
+        # Not `getattr`: torch imports some of its modules on access.
         dtypes = {name: vars(torch).get(name) for name in told["matmul_flops"]}
         for name, dtype in dtypes.items():
             if not isinstance(dtype, torch.dtype):
@@ -520,7 +521,7 @@ def _read(path: Path) -> Hardware:
 
 
 class _TwiceError(Exception):
-    """A key that an object of a file has twice; JSON lets the last one win, unnoticed."""
+    """A duplicate key in an object of a file; JSON silently uses the last one."""
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -546,7 +547,7 @@ _REQUIRED = {
 }
 
 
-# What a file may hold in a field, by its type.
+# The values that a file may have in a field, by its type.
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "str": ("a text", lambda value: isinstance(value, str)),
     "bool": ("true or false", lambda value: isinstance(value, bool)),

@@ -1,8 +1,8 @@
-"""What a step takes beyond its operators: of the host, and of small models that are sharded.
+"""Measures the time of a step beyond its operators: of the host, and of collectives in steps.
 
-On devices where the host does everything in order, a collective by itself says little about one in
-a step: ranks come to it at different times, what it sends is no longer in the caches, it writes to
-memory that was just allocated, and hooks run around it.
+If the host does everything in order, a collective measured alone differs from one in a step: ranks
+arrive at different times, the data is no longer in caches, it writes to newly allocated memory, and
+hooks run around it.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ def added(
 ) -> tuple[float, float, float]:
     """Seconds that a gather, a reduce-scatter and an all-reduce add to a step.
 
-    Of units of ``nbytes`` in float32. All ranks of the mesh call this.
+    Units have ``nbytes`` in float32. All ranks of the mesh call this.
 
-    A step of strategy "none" has one all-reduce of every unit more than that of an unsharded model,
-    one of "grad" a gather and a reduce-scatter, and one of "full" another gather of all but the
-    last.
+    Compared with an unsharded model, a step of strategy "none" has an additional all-reduce of
+    every unit. A step of "grad" has a gather and a reduce-scatter of every unit, and a step of
+    "full" another gather of all units but the last.
 
     Args:
-        least: what a gather, a reduce-scatter and an all-reduce take by themselves. One in a step
-            is taken to need a quarter of it at least, whatever the differences say.
-        num_params: of a unit, of equal size.
+        least: the times of a gather, a reduce-scatter and an all-reduce alone. In a step, each is
+            assumed to take at least a quarter of that, whatever the measured differences.
+        num_params: number of equally large parameters in a unit.
         quick: two units, and few steps.
     """
     num_units = 2 if quick else max(2, min(_MOST_UNITS, _MOST_BYTES // nbytes))
@@ -100,10 +100,10 @@ def _step(model: nn.Module, x: torch.Tensor) -> None:
 
 
 def times(calls: Sequence[Callable[[], Any]], group: dist.ProcessGroup, rounds: int) -> list[float]:
-    """Seconds of each, which take turns; of a turn the slowest rank's count.
+    """Seconds of each call; the calls take turns, and the slowest rank's time counts.
 
-    Of turns the lower quartile: their differences are what is asked for, and other programs make
-    some turns longer, none shorter.
+    The result is the lower quartile over turns: the caller needs differences, and other programs
+    make some turns longer, but none shorter.
     """
     found: list[list[float]] = [[] for _ in calls]
     for i in range(rounds + _WARM_UP):
@@ -122,7 +122,7 @@ def times(calls: Sequence[Callable[[], Any]], group: dist.ProcessGroup, rounds: 
 
 
 class _Layer(nn.Module):
-    """Operators and views of a transformer block, which compute next to nothing."""
+    """Operators and views of a transformer block, with almost no computation."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -142,12 +142,12 @@ class _Layer(nn.Module):
 
 
 def launch_s(operators: OperatorTimes) -> tuple[float, float]:
-    """Host seconds for an operator of a model, beyond what the operator takes by itself.
+    """Host seconds for an operator of a model, in addition to the operator's own time.
 
-    On a GPU, all that the host needs: the operator takes its own time.
+    On a GPU, this is the whole time of the host, since operators run on the device.
 
     Returns:
-        That, and how much more it is for one that checkpointing repeats.
+        The seconds, and the additional seconds for an operator that checkpointing repeats.
     """
     device = operators.device
     model = nn.Sequential(*(_Layer(32, 2) for _ in range(16))).to(device)
@@ -169,7 +169,7 @@ def launch_s(operators: OperatorTimes) -> tuple[float, float]:
 
 
 def optimizer_launch_s(operators: OperatorTimes, mesh: DeviceMesh) -> float:
-    """The same for an operator of an optimizer, whose parameters are DTensors."""
+    """Host seconds for an operator of an optimizer, whose parameters are DTensors."""
     sharded = shard_model(_Model(16, 16, 4), mesh, wrap="class:_Block")
     shards = [nn.Parameter(p.to_local().detach().clone()) for p in sharded.parameters()]  # type: ignore[attr-defined]
     made = []
@@ -184,7 +184,7 @@ def optimizer_launch_s(operators: OperatorTimes, mesh: DeviceMesh) -> float:
 def _beyond(
     operators: OperatorTimes, alone: Callable[[], Any], whole: Callable[[], Any]
 ) -> tuple[float, float]:
-    """Seconds of ``whole`` beyond those of the operators of ``alone``, and how many these are."""
+    """Seconds of ``whole`` beyond the operators of ``alone``, and the number of these operators."""
     device = operators.device
     alone()
     own_s, whole_s = [], []
@@ -205,6 +205,6 @@ def _beyond(
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until the device has done everything."""
+    """Wait until the device is idle."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize()

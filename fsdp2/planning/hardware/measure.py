@@ -1,4 +1,4 @@
-"""`measure`: the speeds of the hardware that this job runs on, as a `Hardware` and as a file."""
+"""`measure`: measures the speeds of this job's hardware, as a `Hardware` and as a file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .reference_steps import ReferenceStep, averaged, measured_steps, references
 from .timed import OperatorTimes, Timed, tables, two_constants
 from .workloads import CPU, CUDA, QUICK, Step, workloads
 
-_SECONDS = 0.02  # at least, for each workload
+_SECONDS = 0.02  # minimum for each workload
 _MOST_STEPS = 12
 _KERNELS = 50
 _DISK_BYTES = 64 * 2**20
@@ -46,27 +46,31 @@ def measure(
     name: str = "measured",
     progress: Callable[[str], None] | None = None,
 ) -> Hardware:
-    """Measure this job's hardware. All ranks call this, at the same time; it takes 1 to 2 minutes.
+    """Measure this job's hardware. Call it on all ranks at the same time; it takes 1 to 2 minutes.
 
-    What is measured: FLOP/s of multiplications, convolutions and attention by arithmetic intensity;
-    the time of other operators by bytes; what a host needs for an operator; gathers and
-    reductions by size, over all ranks and over the dims of a mesh of nodes; whether they go on
-    while the host computes; and the disk. All ranks compute at the same time, as in a
-    step: what they share (cores, memory, links) is shared here, too.
+    It measures:
+
+    - FLOP/s of multiplications, convolutions and attention by arithmetic intensity;
+    - the time of other operators by bytes, and the host's time per operator;
+    - gathers and reductions by size, over all ranks and over the dims of a mesh of nodes, and
+      whether they overlap with compute;
+    - the disk.
+
+    All ranks compute at the same time, so they share cores, memory and links as in a training step.
 
     Args:
-        quick: a few small sizes only, in seconds: to try it out.
-        folder: for checkpoints: its disk is measured; None: no disk is.
-        name: of the result.
-        progress: called with what is done now.
+        quick: measure only a few small sizes, within seconds, for a trial.
+        folder: a folder for checkpoints, whose disk is measured; None: no disk is measured.
+        name: name of the result.
+        progress: called with the current task.
 
     Returns:
-        The same on every rank.
+        The hardware, the same on every rank.
 
     Raises:
         OSError: for a folder that cannot be written.
-        RuntimeError: if another rank has failed, with its error; the default process group may
-            still wait for that rank then.
+        RuntimeError: if another rank has failed; the message has its error. The default process
+            group may then still wait for that rank.
 
     Example:
         >>> from fsdp2.planning import measure
@@ -82,7 +86,7 @@ def _measured(
     quick: bool, folder: str | os.PathLike[str] | None, name: str, tell: Callable[[str], None]
 ) -> Hardware:
     device = _device()
-    # First: memory is as in a new process, as that of a training is.
+    # First, because the state of memory is then as in a new training process.
     steps = _steps(device, quick, tell)
     tell("operators")
     kernel_s = _kernel_s(device)
@@ -132,7 +136,7 @@ def _steps(device: torch.device, quick: bool, tell: Callable[[str], None]) -> li
 
 
 def _with_factors(hardware: Hardware, steps: list[ReferenceStep]) -> Hardware:
-    """With what parts of a step take longer in a step; the source says how close steps are then."""
+    """Add the step factors; the source states how close predictions of steps then are."""
     made = replace(hardware, step_factors=step_factors(steps, hardware))
     errors = [abs(sum(step.predict(made)) / sum(step.seconds) - 1) for step in steps]
     told = f"median error {median(errors):.0%}, at most {max(errors):.0%}"
@@ -152,7 +156,7 @@ def _is_job() -> bool:
 
 
 def _operators(times: OperatorTimes, quick: bool) -> list[Timed]:
-    """Of all workloads; of all ranks the median."""
+    """Times of the operators of all workloads: medians over ranks."""
     device = times.device
     sizes = QUICK if quick else (CPU if device.type == "cpu" else CUDA)
     for dtype in (torch.float32, torch.bfloat16):
@@ -174,9 +178,9 @@ def _of_all_ranks(own: Any) -> list[Any]:
 
 
 def medians(every: list[list[Timed]]) -> list[Timed]:
-    """Of what each rank has timed: of each operation the median of those that have run it.
+    """For each operation, the median over the ranks that have run it.
 
-    Ranks with different devices may have chosen different kernels.
+    Ranks with different devices may use different kernels.
     """
     seconds: dict[Operation, list[float]] = {}
     for each in chain.from_iterable(every):
@@ -185,7 +189,7 @@ def medians(every: list[list[Timed]]) -> list[Timed]:
 
 
 def _run(step: Step, times: OperatorTimes, most: int) -> None:
-    """A few steps, of which the first is not counted."""
+    """Run a few steps; the first one is not counted."""
     times.take = False
     with times:
         step()
@@ -199,7 +203,7 @@ def _run(step: Step, times: OperatorTimes, most: int) -> None:
 
 
 def _kernel_s(device: torch.device) -> float:
-    """The time of a kernel that has next to nothing to do."""
+    """The time of a kernel with almost no work."""
     clock = OperatorTimes(device).clock
     x = torch.ones(16, device=device)
     found = []
@@ -214,7 +218,7 @@ def _kernel_s(device: torch.device) -> float:
 
 
 def _overhead_s(device: torch.device, kernel_s: float) -> float:
-    """What `OperatorTimes` takes of the time of an operator."""
+    """The part of an operator's time that `OperatorTimes` itself takes."""
     x = torch.ones(16, device=device)
     times = OperatorTimes(device)
     with times:
@@ -224,13 +228,13 @@ def _overhead_s(device: torch.device, kernel_s: float) -> float:
 
 
 def _threads_per_core() -> float:
-    """Of all ranks on this host."""
+    """Threads of all ranks on this host, per core."""
     ranks = ranks_per_node() if dist.is_initialized() else 1
     return ranks * torch.get_num_threads() / num_cores()
 
 
 def _host(times: OperatorTimes) -> dict[str, Any]:
-    """Host seconds for each operator of a model, and of an optimizer."""
+    """Host seconds per operator of a model and of an optimizer."""
     launched_s, again_s = launch_s(times)
     found: dict[str, Any] = {"launch_s": launched_s}
     if times.device.type == "cpu":
@@ -243,7 +247,7 @@ def _host(times: OperatorTimes) -> dict[str, Any]:
 
 
 def _speeds(operator_s: Any, operator_flops: Any, quick: bool) -> dict[str, Any]:
-    """The numbers for what is not in the tables, from the tables."""
+    """The speeds for operators that are not in the tables, derived from the tables."""
     rates = {}
     halves = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -294,7 +298,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
 
 
 def _disk(folder: Path, nbytes: int) -> tuple[float, float]:
-    """Bytes per second that this rank writes to the disk, and reads, while all do."""
+    """Bytes per second that this rank writes to and reads from the disk, while all ranks do."""
     data = os.urandom(2**20) * (nbytes // 2**20)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".fsdp2-measure-") as file:
         together()
@@ -303,7 +307,7 @@ def _disk(folder: Path, nbytes: int) -> tuple[float, float]:
         file.flush()
         os.fsync(file.fileno())
         write_s = time.perf_counter() - start
-        if hasattr(os, "posix_fadvise"):  # or it would be read from memory
+        if hasattr(os, "posix_fadvise"):  # otherwise it would be read from memory
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         together()
         start = time.perf_counter()
@@ -314,7 +318,7 @@ def _disk(folder: Path, nbytes: int) -> tuple[float, float]:
 
 
 def _agreed(hardware: Hardware) -> Hardware:
-    """That of rank 0, on all."""
+    """The hardware of rank 0, on all ranks."""
     if not _is_job():
         return hardware
     together()
@@ -327,7 +331,7 @@ def _agreed(hardware: Hardware) -> Hardware:
 
 
 def to_dict(hardware: Hardware) -> dict[str, Any]:
-    """What a file of hardware holds, ready for JSON."""
+    """The contents of a hardware file, ready for JSON."""
     told = {each.name: getattr(hardware, each.name) for each in fields(Hardware)}
     told["matmul_flops"] = {str(k)[6:]: v for k, v in hardware.matmul_flops.items()}
     return {
@@ -369,12 +373,12 @@ def _num_hosts() -> int:
 
 
 def write_hardware(hardware: Hardware, path: str | os.PathLike[str]) -> None:
-    """Write a file that ``find_hardware``, and so ``Cluster(file, ...)``, reads.
+    """Write a hardware file for ``find_hardware`` and ``Cluster(file, ...)``.
 
-    Who reads it meanwhile sees the old file or the new one. One rank calls this.
+    Call it on one rank. It replaces an existing file atomically.
 
     Raises:
-        ValueError: if the name does not end in ".json": nobody would find it.
+        ValueError: if the name does not end in ".json", which ``find_hardware`` requires.
         OSError: if it cannot be written.
     """
     path = Path(path)

@@ -1,4 +1,4 @@
-"""Ranks that measure together: none waits for another one that has failed."""
+"""Lets ranks measure together, so that none waits for a rank that has failed."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-_LOOK_S = 0.2  # how often a rank that waits looks whether another has failed
+_LOOK_S = 0.2  # how often a waiting rank looks whether another one has failed
 _NAP_S = 2e-5
 _contexts = count()  # all ranks enter them in the same order
-_causes: list[str] = []  # where ranks of the contexts that were entered say why they have failed
+_causes: list[str] = []  # where ranks write the cause of their failure, one per entered context
 
 
 @contextmanager
 def failing_together() -> Iterator[None]:
-    """Context in which ranks that wait in `together` end if one fails.
+    """Context in which ranks stop waiting in `together` if one fails.
 
     Raises:
         RuntimeError: from `together`, if another rank has failed; the message has the cause.

@@ -1,9 +1,9 @@
-"""Models whose whole steps `measure` times: of several kinds, small, and of no model in particular.
+"""Small generic models of several kinds whose whole steps `measure` times.
 
-Each kind is bound by something else, so that their steps tell apart what the parts of a step are
-longer by: multiplications (words), convolutions (images), bytes of parameters and of their
-gradients (wide), and the host (many). Parameters, gradients and the state of the optimizer, of all
-strategies together, are more than caches hold, as those of models that are worth sharding.
+Each kind has another bottleneck, so that their steps separate the factors of the parts of a step:
+multiplications (words), convolutions (images), bytes of parameters and their gradients (wide), and
+the host (many). Parameters, gradients and optimizer state of all strategies together exceed the
+caches, as in models that are worth sharding.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Reference:
     """A model to train.
 
     Attributes:
-        make: makes the model on the default device.
-        batch: makes a batch of so many samples there.
-        loss: of the model's output.
-        samples: sizes of a micro-batch of a rank.
+        make: creates the model on the default device.
+        batch: creates a batch with a number of samples there.
+        loss: computes the loss from the model's output.
+        samples: sizes of a rank's micro-batch.
     """
 
     make: Callable[[], nn.Module]
@@ -53,7 +53,7 @@ class _WordBlock(nn.Module):
 
 
 class _Words(nn.Module):
-    """A language model as GPT-2."""
+    """A language model like GPT-2."""
 
     def __init__(self, vocab: int, width: int, num_heads: int, num_blocks: int) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def _convolution(channels: int, outputs: int, stride: int) -> nn.Module:
 
 
 def _images(channels: Sequence[int]) -> nn.Module:
-    """Convolutions, two for each number of channels, of which the first halves the sides."""
+    """Convolutions, two for each number of channels; the first one halves the sides."""
     layers = [_convolution(3, channels[0], 1)]
     for a, b in pairwise(channels):
         layers += [_convolution(a, b, 2), _convolution(b, b, 1)]
@@ -161,5 +161,5 @@ CUDA = {
     ),
     "many": _many(256, 384, 48, 128, (4, 32)),
 }
-# To try it out.
+# For a trial.
 QUICK = {"many": _many(48, 80, 2, 8, (2,))}

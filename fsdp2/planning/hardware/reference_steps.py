@@ -1,10 +1,10 @@
-"""By how much the parts of a step take longer in a step than they were measured to take.
+"""Finds the factors by which parts of a step take longer in a step than alone.
 
 Operators, collectives and the host are measured one kind at a time. A whole step takes longer:
-caches hold what other layers left there, memory is given back and faults in again, ranks compute
-something else at the same time, and there is more on the host than operators. No measurement of a
-part finds that. So a few models are trained, their steps are predicted from what was just measured,
-and each part gets the factor with which these predictions are closest to the steps.
+caches hold data of other layers, freed memory faults in again, ranks compute different things at
+the same time, and the host does more than call operators. Measurements of parts do not show this.
+So a few models are trained, and their steps are predicted from these measurements. Each part gets
+the factor with which the predictions are closest to the measured steps.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from .in_steps import wait_for
 from .meeting import together
 from .reference_models import CPU, CUDA, QUICK, Reference
 
-_UNSHARDED = "unsharded"  # by each rank for itself: tells compute from communication
+_UNSHARDED = "unsharded"  # each rank alone: separates compute from communication
 _SHARDED = ("full", "grad", "none")
 _ROUNDS, _WARM_UP = 4, 2
-_MOST = 3.0  # what a factor, or one over it, may be
-# Squares of errors of steps, taken to be 10 % or so, over those of factors, 30 %: a part of which
-# steps say little keeps its time.
+_MOST = 3.0  # limit on a factor, and on its inverse
+# The squared errors of steps (about 10 %) over the squared errors of factors (30 %): a part that
+# the steps hardly determine keeps its time.
 _STIFFNESS = 0.1
 
 
@@ -49,24 +49,24 @@ def _policy(device: torch.device) -> MixedPrecisionPolicy:
 
 
 def _devices(device: torch.device) -> list[torch.device]:
-    """Those with a generator of random numbers of their own."""
+    """The devices that have a separate random number generator."""
     return [] if device.type == "cpu" else [device]
 
 
 def _strategies(device: torch.device) -> list[str]:
-    """Where sharding casts parameters, too, nothing unsharded computes the same."""
+    """The strategies to measure; if sharding casts parameters, no unsharded model is equivalent."""
     casts = _policy(device).param_dtype is not None
     return [*_SHARDED] if casts else [_UNSHARDED, *_SHARDED]
 
 
 @dataclass(frozen=True)
 class ReferenceStep:
-    """One that was measured.
+    """A measured step.
 
     Attributes:
-        seconds: of forward and backward and, where parameters are as in a training on these ranks,
+        seconds: of forward and backward and, if parameters are as in a sharded run on these ranks,
             of the optimizer.
-        predict: the same, predicted for hardware.
+        predict: predicts these seconds for hardware.
     """
 
     name: str
@@ -109,7 +109,7 @@ def measured_steps(
     progress: Callable[[str], None],
     rounds: int = _ROUNDS,
 ) -> list[ReferenceStep]:
-    """Train each reference in each strategy, which take turns. All ranks call this."""
+    """Train each reference with each strategy, taking turns. All ranks call this."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     mesh = init_device_mesh(device.type, (world,)) if world > 1 else None
     strategies = _strategies(device) if mesh is not None else [_UNSHARDED]
@@ -134,8 +134,8 @@ def measured_steps(
 
 
 def averaged(first: Sequence[ReferenceStep], again: Sequence[ReferenceStep]) -> list[ReferenceStep]:
-    """Of the same steps, measured twice: the geometric mean of what they took."""
-    # Not what took less: predictions are of what a step takes as a rule, and those were 10 % short.
+    """The geometric means of the same steps, measured twice."""
+    # Not the shorter time: predictions are of the usual time, and would be 10 % too short.
     return [
         replace(a, seconds=tuple(sqrt(x * y) for x, y in zip(a.seconds, b.seconds, strict=True)))
         for a, b in zip(first, again, strict=True)
@@ -143,7 +143,7 @@ def averaged(first: Sequence[ReferenceStep], again: Sequence[ReferenceStep]) -> 
 
 
 def _slowest(seconds: Sequence[tuple[float, float]], device: torch.device) -> tuple[float, float]:
-    """Medians of steps, of which the slowest rank's count."""
+    """Medians of steps; the slowest rank's time counts."""
     found = torch.tensor(seconds, dtype=torch.float64, device=device)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
@@ -155,7 +155,7 @@ _Traced = tuple[StepTrace, Sequence[UnitDescription], Workload]
 
 
 class ReferencePredictor:
-    """Predicts steps of one reference; traces each batch when it is first asked for."""
+    """Predicts steps of one reference; traces each batch on the first request."""
 
     def __init__(self, reference: Reference, world: int, device: torch.device) -> None:
         self._reference, self._world, self._device = reference, world, device
@@ -164,8 +164,8 @@ class ReferencePredictor:
         self._simulator: Simulator | None = None
 
     def num_parts(self, strategy: str) -> int:
-        """How many of a step's two parts are predicted: on many ranks, optimizers are taken to have
-        DTensors."""
+        """How many of a step's two parts are predicted: on many ranks, optimizers are assumed to
+        have DTensors."""
         return 1 if strategy == _UNSHARDED and self._world > 1 else 2
 
     def of(self, strategy: str, samples: int) -> Callable[[Hardware], Sequence[float]]:
@@ -207,7 +207,7 @@ def references_of(device: torch.device, *, quick: bool) -> Mapping[str, Referenc
 
 
 def step_factors(steps: Sequence[ReferenceStep], hardware: Hardware) -> dict[str, float]:
-    """`Hardware.step_factors`: with them, ``steps`` are predicted best."""
+    """The `Hardware.step_factors` with which ``steps`` are predicted best."""
 
     def predict(factors: Mapping[str, float]) -> list[float]:
         made = replace(hardware, step_factors=factors)
@@ -223,10 +223,11 @@ def fitted(
     names: Sequence[str],
     rounds: int = 2,
 ) -> dict[str, float]:
-    """The factors with which ``predict`` is closest to what was measured.
+    """The factors with which ``predict`` is closest to the measured times.
 
-    Least squares of logarithms, by Gauss and Newton, as a step need not be the sum of its parts:
-    of errors of predictions, and `_STIFFNESS` times those of factors, which are taken to be 1.
+    They minimize squares of logarithms, by the Gauss-Newton method, since a step need not be the
+    sum of its parts: the errors of predictions, and `_STIFFNESS` times the factors' deviation from
+    1.
 
     Args:
         predict: seconds of each step with these factors.

@@ -1,4 +1,4 @@
-"""The time of every operator that runs inside a context, and tables of such times."""
+"""Times every operator that runs inside a context, and makes tables of the times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..trace.events import Operation
 from ..trace.op_costs import cost_of, has_no_kernel
 from .curves import Points, curve, rising
 
-# On a GPU a kernel is shorter than its launch: several are timed, as one.
+# On a GPU, a kernel is shorter than its launch, so several are timed together.
 _REPEATS = 10
 
 
@@ -38,18 +38,18 @@ class OperatorTimes(TorchDispatchMode):
     """Times the operators that run inside the context, and counts their bytes as a trace does.
 
     Args:
-        device: whose operators they are.
-        overhead_s: what this mode takes of each operator's time; subtracted.
-        most_stretch: threads of the ranks on this host for each core. What is more than that is due
-            to other programs, which need not be there during a training.
+        device: the device of the operators.
+        overhead_s: this mode's own part of each operator's time, which is subtracted.
+        most_stretch: threads of the ranks on this host per core. A larger stretch is due to other
+            programs, which may not run during training.
 
     Attributes:
         take: whether to keep the times.
-        total_s: of all that was kept.
-        number: of operators that were kept.
-        clock: on the CPU, what this thread computes: an operator that is interrupted, because there
-            are more ranks than cores, takes no more of it.
-        stretch: how much longer all that takes because ranks interrupt each other.
+        total_s: sum of all kept times.
+        number: number of kept operators.
+        clock: on the CPU, the CPU time of this thread. It does not advance while an operator is
+            interrupted, because there are more ranks than cores.
+        stretch: factor by which interruptions by other ranks lengthen all operators.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class OperatorTimes(TorchDispatchMode):
         return result
 
     def _on_device(self, call: Callable[[], Any]) -> tuple[float, Any]:
-        """Seconds of a call, on a stream that is never idle: events before and after several.
+        """Seconds of a call, from events before and after several calls on a busy stream.
 
-        What is changed in place is changed several times; nobody looks at the values.
+        In-place operators run several times; the values do not matter.
         """
         module = torch.get_device_module(self.device)
         begin, end = (module.Event(enable_timing=True) for _ in range(2))
@@ -106,7 +106,7 @@ class OperatorTimes(TorchDispatchMode):
 
     @contextmanager
     def stretching(self) -> Iterator[None]:
-        """Context that finds out for how much of its time this thread computes."""
+        """Context that measures the fraction of its time in which this thread computes."""
         wall, own = time.perf_counter(), self.clock()
         yield
         wall, own = time.perf_counter() - wall, self.clock() - own
@@ -119,7 +119,7 @@ class OperatorTimes(TorchDispatchMode):
         return min(max(1.0, found), self.most_stretch)
 
     def found(self) -> list[Timed]:
-        """What was timed so far."""
+        """The times so far."""
         by = self.stretch
         return [Timed(operation, by * median(each)) for operation, each in self._seconds.items()]
 
@@ -128,7 +128,7 @@ def tables(timed: list[Timed], kernel_s: float) -> tuple[dict[str, Points], dict
     """`Hardware.operator_s` and `Hardware.operator_flops`.
 
     Args:
-        kernel_s: what every kernel takes; of one that multiplies it is subtracted.
+        kernel_s: the fixed time of every kernel; subtracted for multiplications.
     """
     seconds: dict[str, list[tuple[float, float]]] = defaultdict(list)
     flops: dict[str, list[tuple[float, float]]] = defaultdict(list)
@@ -155,8 +155,8 @@ def tables(timed: list[Timed], kernel_s: float) -> tuple[dict[str, Points], dict
 def two_constants(points: Points) -> tuple[float, float]:
     """FLOP/s of large multiplications, and the intensity at which half of that is reached.
 
-    The form ``e * AI / (AI + c)``: ``e`` is the most that was measured, ``c`` the median of what
-    the points say.
+    They are the constants in ``e * AI / (AI + c)``: ``e`` is the highest measured rate, and ``c``
+    the median of the values for the points.
 
     Example:
         >>> two_constants(((1.0, 1e9), (9.0, 5e9), (1e6, 1e10)))

@@ -1,8 +1,9 @@
-"""The steps of small modules whose operators are timed: shapes that span those of real models.
+"""Steps of small modules whose operators are timed, with shapes in the range of real models.
 
-They are powers of two and of no model in particular. Each runs as in a training step: forward of
-several copies, then backward of all, the last first. So weights and what was saved are no longer in
-the caches, what is made gets new memory, and only what an operator passes to the next is warm.
+The shapes are powers of two, and of no model in particular. Each module runs as in a training step:
+forward of several copies, then backward of all, the last copy first. So weights and saved tensors
+are no longer in caches, results get new memory, and only an operator's input from the operator
+before it is cached.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ _PAIRS: list[Any] = [torch.add, torch.mul, torch.div]
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the shapes are.
+    """The sizes of the shapes.
 
     Attributes:
         matmuls: tokens, inputs and outputs of linear layers.
-        numels: elements of tensors that are added, normalized and so on.
+        numels: elements of tensors for pointwise operators, norms and so on.
         channels: channels and side of images.
         sequences: length and width of sequences.
         optimizer: elements of a parameter.
@@ -52,7 +53,7 @@ def _powers(first: int, last: int) -> tuple[int, ...]:
 
 _MIB = 2**20
 _MOST_COPIES = 64
-# Few, but from small to large: what lies beyond the last is not known.
+# Few, but from small to large: times beyond the largest are not known.
 QUICK = Sizes(
     ((16, 64, 64), (256, 512, 512)), _powers(10, 20)[::5], ((32, 16),), ((128, 128),),
     (2**8, 2**20), _MIB,
@@ -84,7 +85,7 @@ CUDA = Sizes(
 
 
 def workloads(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Step]:
-    """Functions that each run forward and backward of something, or the step of an optimizer."""
+    """Functions that each run forward and backward of a module, or the step of an optimizer."""
     makers = [*_matmuls(sizes, dtype), *_sequences(sizes, dtype), *_elementwise(sizes, dtype)]
     if dtype == torch.float32:
         makers += _images(sizes)
@@ -102,7 +103,7 @@ _Maker = Callable[[], _Made]
 
 
 def _training(make: _Maker, cold: int) -> Step:
-    """A step of as many copies as are larger than the caches."""
+    """A step of enough copies to exceed the caches."""
     copies = [make()]
     nbytes = 4 * sum(t.nbytes for t in _tensors(copies[0]))  # with results and gradients
     copies += [make() for _ in range(min(_MOST_COPIES, ceil(cold / nbytes)) - 1)]
@@ -117,7 +118,7 @@ def _training(make: _Maker, cold: int) -> Step:
             result = made.pop()
             result.backward(torch.ones_like(result))
             del result
-            for tensor in inputs:  # as those of activations; those of parameters stay
+            for tensor in inputs:  # like gradients of activations; gradients of parameters stay
                 tensor.grad = None
         for copy in copies:
             for tensor in _tensors(copy):
@@ -132,7 +133,7 @@ def _tensors(copy: _Made) -> list[Tensor]:
 
 
 def _as_made(tensor: Tensor) -> Tensor:
-    """What an operator before has just written, rather than a leaf."""
+    """A tensor that an operator has just written, instead of a leaf."""
     return tensor.neg() if tensor.requires_grad else tensor
 
 
@@ -245,7 +246,7 @@ def _images(sizes: Sizes) -> Iterator[_Maker]:
 
 def _optimizers(sizes: Sizes, device: torch.device) -> Iterator[Step]:
     for numel in sizes.optimizer:
-        # As in a step: of one parameter after the other, none of which the caches still hold.
+        # As in a step: one parameter after the other, and none is still in the caches.
         number = max(1, min(_MOST_COPIES, ceil(sizes.cold / (16 * numel))))
         for name in ("adamw", "momentum"):
             params = [nn.Parameter(torch.zeros(numel, device=device)) for _ in range(number)]

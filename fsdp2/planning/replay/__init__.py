@@ -1,1 +1,1 @@
-"""A traced step, replayed through the runtime: what it gathers, reduces, holds and sends."""
+"""Replays a traced step through the runtime: its gathers, reductions, memory and traffic."""

@@ -1,4 +1,4 @@
-"""Transports that send nothing: they count bytes as the real ones, and as those of policies."""
+"""Transports that send nothing: they count the bytes of real transports, with policies or not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .device import Collective, ReplayState
 
 
 class CountedGather:
-    """What the gather of a bucket moves."""
+    """The traffic of a bucket's gather."""
 
     def __init__(self, bucket: Bucket, layout: BucketLayout, rank: int) -> None:
         self.bucket = bucket
@@ -50,9 +50,9 @@ def make_counting_transport(
 
 
 class _CountingExchange(Exchange):
-    """Straight into place: rows that ranks do not have are not sent.
+    """The exchange of gloo ranks: reads within a node, and relays between nodes.
 
-    Reads within a node, and relays between nodes.
+    Rows are received in place, and rows that ranks do not have are not sent.
     """
 
     exchanges = True
@@ -100,14 +100,14 @@ class _CountingExchange(Exchange):
         return self._add_up(len(places.members) * max(blocks) + places.added_up(total), held)
 
     def _add_up(self, made: int, held: list[Any]) -> Finish:
-        """What ends a reduction: the memory of others in the node is read block by block.
+        """The end of a reduction: the memory of other ranks in the node is read block by block.
 
         Args:
-            made: bytes of a block of each, and of sums for other nodes.
+            made: bytes of a block of each rank, and of sums for other nodes.
         """
 
         def finish() -> None:
-            # While it is under way there is nothing of this, however many reductions there are.
+            # None of these bytes exist while the reduction is in flight.
             self.replay.account.touch("communication buffers", made)
             held.clear()
 
@@ -211,7 +211,7 @@ def _cast(account: Account, grad: Any, dtype: torch.dtype) -> HeldBytes | None:
 def _copied(
     plan: ReducePlan, grads: Any, sent_dtype: torch.dtype, staged_dtype: torch.dtype
 ) -> int:
-    """Bytes that are read and written where gradients are cast or put into the buffer."""
+    """Bytes that are read and written to cast gradients or copy them to the buffer."""
     cast = [(grads[i], sent_dtype) for i in plan.direct if grads[i].dtype != sent_dtype]
     staged = [(grads[i], staged_dtype) for i in plan.copied_in if grads[i] is not None]
     return sum(g.numel * (g.dtype.itemsize + dtype.itemsize) for g, dtype in cast + staged)
@@ -240,7 +240,7 @@ FLOAT32 = torch.float32.itemsize
 
 
 class CountedCut(list):
-    """What `CompressedTransport.cut` gives an all-reduce."""
+    """The result of `CompressedTransport.cut` for an all-reduce."""
 
     def __init__(self, bucket: Any, cut: Cut) -> None:
         super().__init__(numel for _, numel in cut.spans)
@@ -248,11 +248,11 @@ class CountedCut(list):
 
 
 class CountingPolicy(CompressedTransport):
-    """A counting transport under a `CommPolicy`.
+    """A counting transport with a `CommPolicy`.
 
     Args:
         base: the counting transport over the same ranks without a policy.
-        node: ranks per node of a reduction in two hops; 1: in one.
+        node: ranks per node of a two-hop reduction; 1: one hop.
     """
 
     base: Any
@@ -278,7 +278,7 @@ class CountingPolicy(CompressedTransport):
         row = gather_row(layout, policy.gather, policy.block)
         numel, itemsize = sum(row.numels), bucket.gather_dtype.itemsize
         group = "secondary" if layout is not bucket.layout else self.name
-        # Shards are read and rows written; all rows are read, and what they stand for is written.
+        # Shards are read and rows written; then all rows are read, and their values written.
         copied = numel * bucket.orig_dtype.itemsize + row.nbytes
         copied += size * (row.nbytes + numel * itemsize + 2 * layout.pack_numel * itemsize)
         held = [self._held((size + 1) * row.nbytes)]
@@ -314,7 +314,7 @@ class CountingPolicy(CompressedTransport):
 
     @override
     def cut(self, bucket: Bucket, plan: ReducePlan, flat: Any) -> list[Any]:
-        """What `all_reduce` takes; nothing, if that is what it would take without a policy."""
+        """The argument of `all_reduce`; empty if the policy does not change it."""
         if not self._reduces(bucket):
             return []
         return CountedCut(bucket, cut_reduction(bucket.layout, plan.direct, plan.copied_in))

@@ -1,4 +1,4 @@
-"""A device that only records what is put on its streams, and the dependencies.
+"""A device that only records the work on its streams, and its dependencies.
 
 `LaunchDevice` implements what `DeviceStreams` uses of ``torch.cuda``. The result is a graph of
 `StreamLaunch` objects, to which the planner assigns times.
@@ -26,20 +26,19 @@ class Collective:
     """One call of a collective.
 
     Attributes:
-        kind: "all_gather", "reduce_scatter", "all_reduce" or, under a `CommPolicy`, "all_to_all".
-            "send": all of it to the next rank of a ring.
+        kind: "all_gather", "reduce_scatter", "all_reduce" or, with a `CommPolicy`, "all_to_all".
+            "send": everything to the next rank of a ring.
         group: "shard", "secondary" (within the groups of ``reshard_after_forward=int``),
-            "replicate", or "within" and "across": the two hops of a reduction. "expert shard" and
-            "experts": ranks with the same experts, and those over which experts are distributed.
-            "tensor": ranks that share the operators of a tensor-parallel model. "context": ranks
-            that have a part of each sequence.
+            "replicate", "within" and "across" (the two hops of a reduction), "expert shard" (ranks
+            with the same experts), "experts" (ranks over which experts are distributed), "tensor"
+            (tensor-parallel ranks), or "context" (ranks that divide each sequence).
         nbytes: bytes of the whole data that is gathered, scattered or reduced, with padding.
         sent: bytes that this rank sends.
         messages: number of collectives in the call.
         unit: name of the unit.
         copied: bytes that copies to and from buffers of the call read and write.
-        between: of ``sent``, bytes to other nodes; None: as in a ring or, of an all-to-all, as much
-            to each rank.
+        between: the part of ``sent`` that goes to other nodes; None: as in a ring or, for an
+            all-to-all, the same number of bytes to each rank.
         params: number of parameters, or of their gradients.
     """
 
@@ -69,7 +68,7 @@ class StreamLaunch:
 
     Attributes:
         number: position in host order.
-        after: numbers of the launches that it waits for, besides the previous one on its stream.
+        after: numbers of the launches that it waits for, except the previous one on its stream.
         unit: name of the unit that it is for, if any.
     """
 
@@ -82,10 +81,10 @@ class StreamLaunch:
 
     @property
     def lane(self) -> str:
-        """Its stream or, where all is on one in the order of the host, that of a GPU."""
+        """Its stream; if all work is on one stream in host order, the stream it has on a GPU."""
         if self.stream != "compute" or not isinstance(self.work, Collective):
             return self.stream
-        if self.work.kind == "all_to_all":  # a reduction in fewer bytes
+        if self.work.kind == "all_to_all":  # a compressed reduction
             return "reduce-scatter"
         return self.work.kind.replace("_", "-")
 
@@ -117,7 +116,7 @@ class LaunchStream:
         return event
 
     def synchronize(self) -> None:
-        # The host waits, so everything that it launches from now on comes after.
+        # The host waits, so all later launches come after.
         for stream in self.device.streams:
             stream.wait_stream(self)
 
@@ -155,7 +154,7 @@ class LaunchDevice:
         self._current = self.compute
 
     def launch(self, work: Compute | Collective | Copy, unit: str = "") -> None:
-        """Put something on the current stream."""
+        """Put work on the current stream."""
         stream = self._current
         number = len(self.launches)
         after = tuple(sorted(stream.waits))
@@ -164,7 +163,7 @@ class LaunchDevice:
         stream.waits = set()
 
     def exchange(self, work: Collective, unit: str = "") -> LaunchEvent:
-        """Put a collective beside compute that begins after it; returns its end."""
+        """Put a collective on another stream, after compute so far; returns its end."""
         stream = self.beside_compute(_BESIDE.get(work.group, "all-to-all"))
         with self.stream(stream):
             self.launch(work, unit)
@@ -205,7 +204,7 @@ class ReplayState:
     Attributes:
         transfers: every collective so far.
         device: the device of the streams; None if the host orders everything.
-        topology: where the ranks are.
+        topology: the nodes of the ranks.
         inside: name of the unit that is computing; empty outside all units.
     """
 
@@ -216,7 +215,7 @@ class ReplayState:
         self.transfers: list[Collective] = []
         self.inside = ""
         self._copies: dict[int, LaunchEvent] = {}  # of activations: their ends
-        self._exchanges: dict[int, LaunchEvent] = {}  # the same of collectives of the model
+        self._exchanges: dict[int, LaunchEvent] = {}  # the same for the model's own collectives
 
     def transfer(self, transfer: Collective) -> None:
         self.transfers.append(transfer)
@@ -242,10 +241,10 @@ class ReplayState:
             self.device.compute.wait_event(self._exchanges.pop(event.number))
 
     def kernel(self, nbytes: int, dtype: torch.dtype, unit: str = "") -> None:
-        """Record a kernel on the current stream that reads and writes ``nbytes`` in all.
+        """Record a kernel on the current stream that reads and writes ``nbytes`` in total.
 
         Args:
-            unit: that it is for; by default the one that is computing.
+            unit: the unit that it is for; by default, the unit that is computing.
         """
         if self.device is not None and nbytes:
             operation = Operation(0, nbytes, dtype)

@@ -1,7 +1,7 @@
 """The replay of a step of one rank of a pipeline.
 
-Gradients are summed over micro-batches, and reduced when the last backward of a stage is over, as
-the stages of ``torch.distributed.pipelining`` do with sharded modules.
+As in ``torch.distributed.pipelining`` with sharded modules, gradients are summed over
+micro-batches, and reduced after the last backward of a stage.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class RankStage(NamedTuple):
     """A stage of a rank.
 
     Attributes:
-        number: of the stage in the model.
-        split: its step with gradients of inputs first, and those of weights later; None: no
-            schedule asks for it.
+        number: number of the stage in the model.
+        split: its step with gradients of inputs first and gradients of weights later; None: no
+            schedule needs it.
     """
 
     number: int
@@ -55,10 +55,10 @@ def replay_rank(
     Nothing here waits for other ranks of the pipeline.
 
     Args:
-        sends_late: whether what is sent stays until all forwards are over, or all backwards, as
-            torch's GPipe waits for sends no earlier.
-        holds_sent: whether schedules of several stages hold what they sent, as torch's do; others
-            free it at once.
+        sends_late: whether sent tensors stay until all forwards, or all backwards, are over, since
+            torch's GPipe does not wait for sends earlier.
+        holds_sent: whether schedules with several stages hold sent tensors, as torch's do; others
+            free them at once.
     """
     setup = parts[0].setup
     state = new_state(setup, **options)
@@ -109,12 +109,12 @@ def replay_rank(
 
 
 class _Sends:
-    """What a rank has sent and still holds.
+    """The tensors that a rank has sent and still holds.
 
     Args:
-        late: until all forwards are over, or all backwards, as GPipe does.
-        looped: outputs until their gradients have come, and what is returned to the end, as
-            schedules of several stages do. Neither: what is sent is dropped at once.
+        late: hold them until all forwards, or all backwards, are over, as GPipe does.
+        looped: hold outputs until their gradients have come, and sent gradients until the end, as
+            schedules with several stages do. Without both, sent tensors are dropped at once.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class _Sends:
             self._others.clear()
 
     def after(self, action: Action) -> None:
-        """An action has ended, and what it made is sent."""
+        """An action has ended, and its output is sent."""
         key = (action.stage, action.micro_batch)
         if not action.is_forward and action.part != "weight":
             self._outputs.pop(key, None)
@@ -153,7 +153,7 @@ class _Sends:
 
 
 def _split_micro_batches(actions: Sequence[Action], stage: int) -> frozenset[int]:
-    """Those whose gradients of weights of this stage come apart from those of inputs."""
+    """The micro-batches whose backward in this stage is split into inputs and weights."""
     return frozenset(a.micro_batch for a in actions if a.stage == stage and a.part == "weight")
 
 
@@ -170,7 +170,7 @@ class StagePlayer(Player):
         self._forwards: dict[int, dict[CountedUnit, list[Forward]]] = {}
         self._of_this: dict[CountedUnit, list[Forward]] = {}
         self._blocks_of: dict[int, dict[int, Block | None]] = {}
-        # What micro-batches did not free: losses, and their graphs.
+        # Memory that micro-batches did not free: losses and their graphs.
         self._left: list[Block | None] = []
         self.finalization = Finalization(self.runtime)
 
@@ -182,7 +182,7 @@ class StagePlayer(Player):
             self._phases[True] = _phases_of(split)
 
     def manage(self, what: str) -> None:
-        """Do with all units what a schedule asks for."""
+        """Gather, free or reduce all units, as a schedule requests."""
         if what == "reduce":
             self.finish()
             return
@@ -227,7 +227,7 @@ class StagePlayer(Player):
         return self._part != "input"
 
     def finish(self) -> None:
-        """Reduce all gradients, and free what is gathered: a phase of its own."""
+        """Reduce all gradients and free gathered parameters, as a separate phase."""
         self.is_finished = True
         self.replay.account.phase = "reduction"
         for unit in self.units:
@@ -251,7 +251,7 @@ class StagePlayer(Player):
 
 
 def _phases_of(trace: StepTrace) -> dict[str, Sequence[Event]]:
-    """The events of a forward, of a whole backward, and of the parts of one that is split."""
+    """The events of a forward, of a whole backward, and of the parts of a split backward."""
     events = trace.events
     middle = next(i for i, event in enumerate(events) if isinstance(event, StartOfBackward))
     later = [i for i, event in enumerate(events) if isinstance(event, StartOfWeights)]

@@ -1,7 +1,7 @@
 """Replays a traced step through the library's own runtime, for any mesh and any policy.
 
 As in a run, `runtime.Runtime` decides what is prefetched, what stays gathered and which reductions
-may be in flight. Its units are those of `stand_ins`, so the result is bytes and launches.
+may be in flight. Its units come from `stand_ins`, so the result is bytes and launches.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Replay:
     Attributes:
         account: bytes; its phases are "forward", "backward" and "optimizer".
         transfers: the collectives of a step, in order.
-        launches: the work put on each stream; empty on host-ordered devices unless asked for.
+        launches: the work on each stream; empty on host-ordered devices unless requested.
         units: the units, with their layouts.
-        optimizer: of all stages of the rank.
-        flops: of the step.
-        actions: of a rank of a pipeline; those that compute.
-        starts, ends: after how many launches each of them starts and ends.
+        optimizer: the optimizer of all stages of the rank.
+        flops: FLOPs of the step.
+        actions: the computing actions of a rank of a pipeline.
+        starts, ends: the numbers of launches after which each action starts and ends.
     """
 
     setup: Setup
@@ -73,7 +73,7 @@ class Replay:
 
     @property
     def num_secondary(self) -> int:
-        """Ranks that hold the larger shards of ``reshard_after_forward=int``; 1 without any."""
+        """Ranks that share the larger shards of ``reshard_after_forward=int``; 1 without them."""
         gathered = (bucket.gathered for unit in self.units for bucket in unit.buckets)
         sources = (each.secondary for each in gathered if each is not None)
         return next((each.layout.num_shards for each in sources if each is not None), 1)
@@ -90,7 +90,7 @@ def replay(
     """Run a step of ``trace``, sharded as in ``setup``.
 
     Args:
-        optimizer: of this rank.
+        optimizer: the optimizer of this rank.
         warm_up: run a step first, from which the runtime learns the order of units.
         options: of `new_state`.
     """
@@ -106,8 +106,8 @@ def new_state(
 
     Args:
         keep_samples: record the bytes at every change.
-        reserves: follow what torch's allocator reserves, except on the CPU, where it has none.
-        in_order: record launches on the CPU, too: all on one stream, in the order of the host.
+        reserves: count the memory that torch's allocator reserves, except on the CPU.
+        in_order: record launches on the CPU, too, all on one stream in host order.
     """
     ordered = setup.device_type == "cpu"
     device = LaunchDevice() if in_order or not ordered else None
@@ -126,11 +126,11 @@ def play(
     warm_up: bool = True,
     micro_batches: int = 1,
 ) -> Replay:
-    """Run a step of models on one rank, which is ``step``; the arguments of `replay`.
+    """Run ``step``, a step of models on one rank; arguments as in `replay`.
 
     Args:
-        players: of these models, with the same state.
-        micro_batches: whose inputs are there at the same time.
+        players: the players of these models, with the same state.
+        micro_batches: number of micro-batches whose inputs are in memory at the same time.
     """
     setup, replay = players[0].setup, players[0].replay
     account, device = replay.account, replay.device
@@ -157,13 +157,13 @@ def play(
         account.allocate(bucket.shard_bytes)
     if warm_up:
         step()
-        optimizer.make_state(account)  # now, into the holes that the first step leaves
+        optimizer.make_state(account)  # now, in the memory that the first step has freed
         for player in players:
             player.drop_gradients()
         replay.transfers.clear()
         if device is not None:
             _start_anew(device)
-    # What a step leaves behind (tables that functions cache) must not count twice.
+    # Tensors that a step leaves behind (caches of functions) must not count twice.
     account.add("activations", -account.now.get("activations", 0))
     account.clock = 0
     account.phase = "forward"
@@ -222,7 +222,7 @@ def make_units(trace: events.StepTrace, setup: Setup, replay: ReplayState) -> li
                 gathered_once=setup.gathered_once,
                 comm_options=CommOptions(policy=sharding.comm_policy),
                 max_gathered_bytes=sharding.max_gathered_bytes if description.is_root else None,
-                # As `shard_model`: the backward of an embedding reads the indices only.
+                # As in `shard_model`: the backward of an embedding reads only the indices.
                 unshard_in_backward=not trace.embeddings.issuperset(description.modules),
             ),
         )
@@ -238,7 +238,7 @@ def make_units(trace: events.StepTrace, setup: Setup, replay: ReplayState) -> li
 
 
 def params_on_host(trace: events.StepTrace, setup: Setup) -> frozenset[str]:
-    """Names of the parameters whose shards are in host memory, beside a device."""
+    """Names of the parameters whose shards are in host memory although there is a device."""
     offloads = isinstance(setup.sharding.offload_policy, CPUOffloadPolicy)
     if not offloads or setup.device_type == "cpu":
         return frozenset()
@@ -260,9 +260,9 @@ def placed_optimizer(
     optimizer: Any,
     known: dict[Any, OptimizerCost] | None = None,
 ) -> PlacedOptimizer:
-    """The cost of the optimizer for this rank's shards, wherever they are; ``known`` as in
+    """The cost of the optimizer for this rank's shards, on device or host; ``known`` as in
     `optimizer_cost`."""
-    trained = trace.trained  # an optimizer passes over parameters without a gradient
+    trained = trace.trained  # an optimizer skips parameters without a gradient
     on_host = params_on_host(trace, setup)
     shards: dict[bool, list[Any]] = {False: [], True: []}
     for param in trace.params:
@@ -287,7 +287,7 @@ def placed_optimizer(
 
 
 def _nest(units: Sequence[CountedUnit], descriptions: Sequence[UnitDescription]) -> None:
-    """Note which units are inside others, the root being the first."""
+    """Mark the units that are inside others; the root is the first one."""
     root, unit_of = units[0], {}
     for unit, described in zip(units[1:], descriptions[1:], strict=True):
         unit_of.update(dict.fromkeys(described.modules, unit))
@@ -345,7 +345,7 @@ class Player:
     """Feeds the events of a trace to a runtime.
 
     Args:
-        streams: of other players on the same rank; None: new ones.
+        streams: streams of other players on the same rank; None: new ones.
     """
 
     def __init__(
@@ -389,7 +389,7 @@ class Player:
             self._micro_batch()
 
     def drop_gradients(self) -> None:
-        """Do what ``optimizer.zero_grad`` does."""
+        """Drop gradients, as ``optimizer.zero_grad`` does."""
         for unit in self.units:
             for param in unit.params:
                 param.sharded.grad = None
@@ -432,11 +432,11 @@ class Player:
             account.clock = len(self.replay.device.launches)
         account.touch("activations", event.peak, allocates=False)
         if event.memory and account.memory is not None:
-            # Without the account's methods: of all that a plan does, most calls are these.
+            # Without the account's methods, because most calls of a plan would be these.
             allocate, free, stream = account.memory.allocate, account.memory.free, account.stream()
             blocks = self._blocks
             for number, nbytes in event.memory:
-                if number in blocks:  # freed; or what a micro-batch before left, made again
+                if number in blocks:  # freed; or a leftover of an earlier micro-batch, made again
                     free(blocks.pop(number))
                 if nbytes:
                     blocks[number] = allocate(nbytes, stream)
@@ -474,18 +474,18 @@ class Player:
         return True
 
     def _ended(self, unit: CountedUnit) -> Forward | None:
-        """The forward that ends; None: the last one is what backward comes to first."""
+        """The forward that ends; None: backward reaches the last one first."""
         return None
 
     def _reached(self, unit: CountedUnit) -> Forward | None:
-        """The forward that backward has come to; None: the last one."""
+        """The forward that backward has reached; None: the last one."""
         return None
 
     def _enter_or_leave(self, unit: CountedUnit, kind: events.CallKind) -> None:
-        """Note which unit computes: the innermost one that was entered and not left.
+        """Keep track of the computing unit: the innermost one that was entered and not left.
 
-        As `profiling.events.exclusive` decides it for a run: backward may report a unit before the
-        one that encloses it, and leaves one whose inputs need no gradient only at the end.
+        As in `profiling.events.exclusive`: backward may report a unit before its enclosing unit,
+        and leaves a unit whose inputs need no gradient only at the end.
         """
         if kind in (events.CallKind.ENTER, events.CallKind.BACKWARD_ENTER):
             self._open.append((unit, kind is events.CallKind.BACKWARD_ENTER))

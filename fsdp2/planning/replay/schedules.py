@@ -1,8 +1,8 @@
 """The order in which a rank of a pipeline works, as torch's schedules compute it.
 
-The names are those of ``torch.distributed.pipelining``. 1F1B and GPipe, which have one stage on a
-rank, are loops there and are written down here; of the others, torch's own classes are made with
-stages that only have numbers, and asked for what they will do.
+Names are as in ``torch.distributed.pipelining``. 1F1B and GPipe, which have one stage per rank, are
+loops in torch, and are repeated here. For the other schedules, torch's classes are created with
+stages that only have numbers, and return their actions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from ...common.suggestions import did_you_mean
 
 _ONE, _TWO, _SEVERAL = range(1, 2), range(2, 3), range(1, 1 << 16)
-# The schedules, and how many stages they may have on a rank.
+# The schedules, and the possible numbers of stages per rank.
 STAGES_PER_RANK = {
     "1F1B": _ONE,
     "GPipe": _ONE,
@@ -28,21 +28,21 @@ STAGES_PER_RANK = {
     "DualPipeV": _TWO,
 }
 SCHEDULES = tuple(STAGES_PER_RANK)
-# Those that compute gradients of inputs first, and those of weights later.
+# Schedules that compute gradients of inputs first, and gradients of weights later.
 SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-# Those that say when a stage is gathered and its gradients are reduced.
+# Schedules that determine when a stage is gathered and its gradients are reduced.
 LOOPED = tuple(name for name in SCHEDULES if name not in ("1F1B", "GPipe"))
 # The first rank has the first and the last stage.
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
 
 class Action(NamedTuple):
-    """What a rank does with one stage: computing, unless ``part`` says otherwise.
+    """An action of a rank with one stage: computation, or an operation on the whole stage.
 
     Attributes:
-        micro_batch: -1 for what concerns all of them.
-        part: of a backward: "" is all of it, "input" and "weight" the gradients of one kind. And
-            "unshard", "reshard" and "reduce" of a whole stage.
+        micro_batch: the micro-batch; -1 for operations on the whole stage.
+        part: for a backward, "" (all of it), "input" or "weight" (one kind of gradients); for the
+            whole stage, "unshard", "reshard" or "reduce".
     """
 
     stage: int
@@ -69,10 +69,10 @@ _KINDS = {
 def order_of(
     schedule: str, rank: int, ranks: int, micro_batches: int, stages_per_rank: int = 1
 ) -> list[Action]:
-    """All that a rank of a pipeline does, in order, but sending and receiving.
+    """All actions of a rank of a pipeline in order, except sends and receives.
 
     Raises:
-        ValueError: for what torch refuses.
+        ValueError: for numbers that torch refuses.
     """
     if schedule in ("1F1B", "GPipe"):
         return _single(schedule, rank, ranks, micro_batches)
@@ -82,7 +82,7 @@ def order_of(
 def actions_of(
     schedule: str, rank: int, ranks: int, micro_batches: int, stages_per_rank: int = 1
 ) -> list[Action]:
-    """What a rank of a pipeline computes, in order.
+    """The computing actions of a rank of a pipeline, in order.
 
     Example:
         >>> ["BF"[a.is_forward] + str(a.micro_batch) for a in actions_of("1F1B", 0, 2, 3)]
@@ -156,10 +156,10 @@ def check_schedule_name(schedule: Any) -> None:
 def check_schedule(
     schedule: Any, ranks: int, micro_batches: int, stages_per_rank: int, *, compiled: bool = False
 ) -> None:
-    """Check a schedule and numbers that go with it.
+    """Check a schedule and its numbers.
 
     Args:
-        compiled: whether blocks of stages are.
+        compiled: whether blocks of stages are compiled.
 
     Raises:
         ValueError: for an unknown schedule, or one that torch refuses with these numbers.

@@ -1,4 +1,4 @@
-"""How a model is sharded, by a user's arguments, and what one rank has of each parameter."""
+"""The setup of a sharded model from the user's arguments, and one rank's part of each parameter."""
 
 from __future__ import annotations
 
@@ -26,21 +26,20 @@ Reshard = bool | int | None
 
 @dataclass(frozen=True)
 class Setup:
-    """How a model is sharded: what `Sharding` means for a model and a mesh.
+    """How a model is sharded: a `Sharding` applied to a model and a mesh.
 
     Attributes:
-        units: from `units_of`; of a pipeline, those of a stage.
-        sharding: as given, but for what is a field here.
-        workload: of which are used here: how often a step runs, where state of the optimizer is,
-            and over how many ranks the model's own parallelisms go. Experts are those of the
-            parameters that the trace says belong to experts; they are sharded over the ranks that
-            have the same ones, tensor ranks among them.
+        units: from `units_of`; in a pipeline, the units of a stage.
+        sharding: as given, except for the values that are fields here.
+        workload: provides the number of micro-batches, the place of optimizer state, and the
+            degrees of the model's own parallelisms. The trace marks the parameters of experts; they
+            are sharded over the ranks with the same experts, including tensor ranks.
         num_shards, num_replicas: sizes of the mesh dims.
-        rank: among the ranks that share a parameter.
+        rank: index among the ranks that share a parameter.
         reshard_after_forward: the setting of each unit; None: `fully_shard`'s default.
         gathered_once: parameters stay gathered between micro-batches.
-        ranks_per_node: which determines what leaves a node.
-        granularity: the ``shard_granularity`` of parameters by name, where it is not 1.
+        ranks_per_node: determines the traffic between nodes.
+        granularity: the ``shard_granularity`` of parameters by name, if it is not 1.
     """
 
     units: tuple[UnitDescription, ...]
@@ -57,17 +56,17 @@ class Setup:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that share parameters or gradients: those that get inputs of their own."""
+        """Ranks that share parameters or gradients, and get different inputs."""
         return self.num_shards * self.num_replicas
 
     @property
     def num_all_ranks(self) -> int:
-        """With those that share operators, and have other stages."""
+        """All ranks, including tensor and pipeline ranks."""
         return self.num_ranks * self.workload.tensor_ranks * self.workload.pipeline_ranks
 
     @property
     def num_batches(self) -> int:
-        """Of a micro-batch of all ranks: those that get the same sequences share one."""
+        """Batches in a micro-batch of all ranks; ranks with the same sequences share one."""
         return self.num_ranks // self.workload.context_ranks
 
     @property
@@ -77,12 +76,12 @@ class Setup:
 
     @property
     def expert_shard_rank(self) -> int:
-        """The rank among these: of the tensor ranks that are ``rank``, the first."""
+        """The rank among these; ``rank`` stands for its first tensor rank."""
         return self.rank * self.workload.tensor_ranks // self.workload.expert_ranks
 
     @property
     def topology(self) -> Topology:
-        """Where its ranks are."""
+        """The nodes of its ranks."""
         policy = self.sharding.comm_policy
         hop = 1 if policy is None else hops_of(policy, self.num_shards)
         return InnerTopology(
@@ -110,14 +109,14 @@ def shard_of(param: ParamInfo, setup: Setup) -> tuple[int, int | None]:
 
 
 def rows_of(param: ParamInfo, setup: Setup) -> int:
-    """The most entries along its sharded dim that a rank has of a parameter."""
+    """The largest number of entries of a parameter's sharded dim on a rank."""
     ranks, dim = shard_of(param, setup)
     assert dim is not None
     return entries_per_part(param.shape[dim], ranks, setup.granularity.get(param.name, 1))
 
 
 def shard_shape(param: ParamInfo, setup: Setup) -> tuple[int, ...]:
-    """What the rank of ``setup`` has of a parameter."""
+    """The shape of a parameter's shard on the rank of ``setup``."""
     shape, (_, dim) = param.shape, shard_of(param, setup)
     if dim is None:
         return shape
@@ -185,7 +184,7 @@ def make_setup(
             return None
         chosen_for = reshard_of(unit, chosen, sharding.reshard_after_forward)
         meant = meant_reshard(chosen_for, shards)
-        # Larger shards of experts would be over another number of ranks.
+        # Larger shards of experts would be shared by another number of ranks.
         return None if unit.modules in experts and type(meant) is int else meant
 
     for unit in units:
@@ -210,11 +209,11 @@ def granularities(
     """The ``shard_granularity`` of parameters by name, where it is not 1.
 
     Args:
-        experts: names of modules that `shard_experts` gets, to which it does not apply.
+        experts: names of the modules for `shard_experts`, to which it does not apply.
 
     Raises:
         ValueError: for a number that is less than 1.
-        TypeError: for something else than a number.
+        TypeError: for other types than numbers.
     """
     choose = checked_granularity(shard_granularity)
     if shard_granularity is None:

@@ -1,8 +1,8 @@
 """Units, buckets and reductions without tensors: the library's own classes, with counted memory.
 
 All decisions (when to gather and free, what is written in place, what is held and for how long) are
-inherited; only code that touches memory is replaced. When the real code drops a reference to a
-tensor, a `HeldBytes` dies here, at the same line.
+inherited; only code that touches memory is replaced. Where the real code drops a reference to a
+tensor, a `HeldBytes` is dropped here, at the same line.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class CountedParam:
         self.grad_dtype = None
         self.extension = False
         self.full_shape = info.shape
-        # (A parameter that is replicated has a mesh of one rank; its dim says nothing.)
+        # (A replicated parameter has a mesh of one rank; its dim does not matter.)
         self.dim = (dim or 0) if info.shape else None
         self.granularity = 1 if self.dim is None or mesh.num_shards == 1 else granularity
         self.owners = [(_EMBEDDING if info.is_embedding else _OTHER, info.name)]
@@ -219,7 +219,7 @@ class _GatheredStorage(GatheredStorage):
         self._offload_held = None
 
     def piece_of(self, i: int) -> int:
-        """Which piece of memory one of `own_pieces` has."""
+        """The piece of memory of one of `own_pieces`."""
         return self.starts.index(self._bucket.layout.slots[i].full_offset)
 
 
@@ -359,7 +359,7 @@ class _Part(NamedTuple):
 
 
 class _Output(ReductionOutput):
-    """Where a reduction writes its sums."""
+    """The output of a reduction."""
 
     store: Any
 
@@ -431,7 +431,7 @@ class CountedReduction(Reduction):
         pass
 
     def _add_to_shards(self, dtype: torch.dtype) -> None:
-        """The kernels that add what was reduced to other shards, of ``dtype``."""
+        """The kernels that add the reduced gradients to existing shards of ``dtype``."""
         numel, size = sum(numel for _, numel in self.plan.ranges), self.output.dtype.itemsize
         self.bucket.replay.kernel(numel * (size + 2 * dtype.itemsize), dtype)
 
@@ -517,7 +517,7 @@ class CountedParamGroup(ParamGroup):
 
     @override
     def num_hosts(self, group: Any) -> int:
-        """Of the ranks of the group with this name."""
+        """Number of hosts of the group with this name."""
         return 1 if group is None else self.replay.topology.ring(group).num_nodes
 
     @override
@@ -598,7 +598,7 @@ class CountedUnit(Unit):
     def gradient(
         self, param: CountedParam, nbytes: int, dtype: torch.dtype, block: Block | None = None
     ) -> None:
-        """Count a gradient that autograd has completed, in memory of its own, or in ``block``."""
+        """Count a gradient that autograd has completed, in new memory or in ``block``."""
         account = self.replay.account
         own = param.unsharded
         if own.grad is not None:

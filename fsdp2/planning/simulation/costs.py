@@ -33,8 +33,8 @@ class Cost:
     Attributes:
         fixed_s: seconds that do not depend on other work: latency, or a kernel's time.
         shared_s: seconds on ``link`` if nothing else uses it.
-        slowed_by: the part of its speed that it loses while something else ``occupies``
-            multiprocessors; of ``fixed_s`` only.
+        slowed_by: the fraction of its speed that it loses while something else ``occupies``
+            multiprocessors; applies only to ``fixed_s``.
     """
 
     fixed_s: float
@@ -49,9 +49,9 @@ class Cost:
 
 
 def operation_s(operation: Operation, hardware: Hardware) -> float:
-    """As measured; or by the roofline: the slower of arithmetic and memory.
+    """The measured time, or the roofline model's: the slower of arithmetic and memory.
 
-    No faster than kernels are launched.
+    It is at least the time between two launches.
     """
     measured = measured_s(operation, hardware)
     if measured is not None:
@@ -68,10 +68,10 @@ def operation_s(operation: Operation, hardware: Hardware) -> float:
 
 
 def measured_s(operation: Operation, hardware: Hardware) -> float | None:
-    """By the tables of the hardware; None if it has none.
+    """The time from the hardware's tables; None if it has none.
 
-    One that multiplies takes its FLOPs at the FLOP/s of its arithmetic intensity, and what every
-    kernel takes; others the time of their bytes.
+    A multiplication takes its FLOPs at the FLOP/s of its arithmetic intensity, plus the fixed time
+    of a kernel. Other operators take the time of their bytes.
     """
     dtype = str(operation.dtype).removeprefix("torch.")
     if operation.flops:
@@ -89,7 +89,7 @@ def measured_s(operation: Operation, hardware: Hardware) -> float | None:
 
 
 def _rates(operation: Operation, hardware: Hardware) -> Points:
-    """FLOP/s of an operator that multiplies, by arithmetic intensity; empty: there are none."""
+    """FLOP/s of a multiplying operator, by arithmetic intensity; empty: not measured."""
     dtype = str(operation.dtype).removeprefix("torch.")
     rates = hardware.operator_flops
     other = "attention" if operation.attention else "aten::mm"
@@ -98,9 +98,9 @@ def _rates(operation: Operation, hardware: Hardware) -> Points:
 
 
 def in_step_s(measured: float, part: str, hardware: Hardware) -> float:
-    """What an operator was measured to take, times the factors of steps.
+    """The measured time of an operator, multiplied by the step factors.
 
-    Where the host orders everything, what every operator takes is the host's.
+    If the host orders everything, the fixed time of an operator counts as the host's.
     """
     start = min(measured, hardware.kernel_s) if hardware.host_ordered else 0.0
     return start * hardware.step_factor(HOST_PART) + (measured - start) * hardware.step_factor(part)
@@ -124,14 +124,14 @@ def compute_s(compute: Compute, hardware: Hardware) -> float:
 
 
 def stragglers_s(kernels_s: float, num_ranks: int, hardware: Hardware) -> float:
-    """How much longer the slowest of ``num_ranks`` takes than the mean.
+    """Additional seconds of the slowest of ``num_ranks``, compared with the mean.
 
-    The times of kernels, of the host and of links vary (clocks, daemons, packets that are sent
-    again). What slows a rank down is taken to last for about a second, and seconds to be
-    independent: a deviation grows with the time up to there, and with its root from there on.
-    Ranks wait for each other, if not in every collective (gathers run ahead), then at the end of
-    the step. Of normal deviations, the largest of n is expected at the quantile
-    (n - 3/8) / (n + 1/4) (G. Blom, Statistical Estimates and Transformed Beta-Variables, 1958).
+    The times of kernels, host and links vary (clocks, daemons, repeated packets). A disturbance is
+    assumed to last for about a second, and different seconds to be independent. So a deviation
+    grows linearly with the time up to a second, and then with its square root. Ranks wait for each
+    other at the end of the step, if not in every collective (gathers run ahead). The largest of n
+    normal deviations is expected at the quantile (n - 3/8) / (n + 1/4) (G. Blom, Statistical
+    Estimates and Transformed Beta-Variables, 1958).
     """
     if num_ranks < 2 or kernels_s <= 0:
         return 0.0
@@ -140,9 +140,9 @@ def stragglers_s(kernels_s: float, num_ranks: int, hardware: Hardware) -> float:
 
 
 def ranks_of_pod(ring: Ring, nodes: int) -> int:
-    """How many ranks of a ring are in a pod of so many nodes; 0 nodes: all are in one pod.
+    """Number of a ring's ranks in a pod of this many nodes; 0 nodes: all are in one pod.
 
-    Of rings of which some are in one pod and others are not, those count that are not.
+    If some rings of a group are within one pod and others are not, the result is for the others.
     """
     reach = ring.num_nodes * ring.stride
     if not nodes or max(ring.all_nodes, reach) <= nodes or nodes % reach == 0:
@@ -153,10 +153,9 @@ def ranks_of_pod(ring: Ring, nodes: int) -> int:
 def link_of(ring: Ring, hardware: Hardware) -> tuple[str, float]:
     """The slowest link of a ring, and the bytes per second that the ring has there.
 
-    A ring that leaves the node passes all its bytes over the node's network once; so do the other
-    rings like it that start in the node at the same time, and they share the network. Between two
-    pods pass the rings of all nodes that are interleaved with it, and share what the nodes of a pod
-    have of the spine together.
+    A ring that leaves the node passes all its bytes over the node's network once. The other rings
+    of its kind that start in the node run at the same time and share the network. Between two pods,
+    the rings of all interleaved nodes share the pod's bandwidth to the spine.
     """
     if ring.num_nodes == 1:
         return NODE, hardware.node_bandwidth
@@ -170,15 +169,15 @@ def link_of(ring: Ring, hardware: Hardware) -> tuple[str, float]:
 
 
 def transfer_cost(transfer: Collective, ring: Ring, hardware: Hardware) -> Cost:
-    """A collective as a ring: n-1 steps, of which (number of nodes - 1) go over the network.
+    """The cost of a collective as a ring: n-1 steps, (number of nodes - 1) over the network.
 
     Every rank passes on (n-1)/n of the whole; an all-reduce does that twice. The messages of a call
-    are distributed over the channels and take turns on each; they share the bandwidth. NCCL
-    estimates a group of collectives in the same way: latency times collectives per channel, plus
-    bytes over bandwidth (``ncclTopoGetAlgoTime`` in src/graph/tuning.cc); the figures are those for
-    large messages. All-reduces are not grouped, so each message is a call. Copies to and from
-    buffers run on the stream of the call, before or after it. Of a "send", all of it goes to the
-    next rank, at once on all ranks of the ring, and the slowest of these links counts.
+    are distributed over the channels, take turns on each, and share the bandwidth. NCCL estimates a
+    group of collectives in the same way: latency times collectives per channel, plus bytes over
+    bandwidth (``ncclTopoGetAlgoTime`` in src/graph/tuning.cc). The figures are for large messages.
+    All-reduces are not grouped, so each message is a call. Copies to and from buffers run on the
+    stream of the call, before or after it. A "send" sends everything to the next rank, on all ranks
+    of the ring at once, and the slowest link counts.
     """
     if ring.size < 2:
         return Cost(0.0)
@@ -208,9 +207,9 @@ def transfer_cost(transfer: Collective, ring: Ring, hardware: Hardware) -> Cost:
 
 
 def _measured_transfer(transfer: Collective, ring: Ring, hardware: Hardware) -> Cost | None:
-    """By the table of its group; what it takes beyond the least is shared with others.
+    """The cost from the table of its group; its time beyond the minimum uses the link.
 
-    The times are those of the library's calls, with copies of what is packed.
+    The times include copies of packed data, as in the library's calls.
     """
     name = f"{transfer.kind} {ring.size}"
     if ring.num_nodes > 1:
@@ -229,11 +228,11 @@ def _measured_transfer(transfer: Collective, ring: Ring, hardware: Hardware) -> 
 
 
 def _all_to_all_cost(transfer: Collective, ring: Ring, hardware: Hardware) -> Cost:
-    """Every rank sends to every other one, all at once: not in a ring.
+    """The cost of an all-to-all: every rank sends to every other rank at once, not in a ring.
 
-    So all ranks of a node send over its network, and the slower of that and of the links in
-    the node counts. Over the spine goes what is for other pods and, where every rank of a node is
-    on a rail of its own, what is for other rails; each node has its part of the spine.
+    All ranks of a node send over its network, and the slower of the network and the links in the
+    node counts. Traffic to other pods passes the spine, and with rails also traffic to other rails;
+    each node has its part of the spine.
     """
     within, between = split_by_link(transfer.sent, ring, to_all=True)
     latency = hardware.call_latency_s + hardware.node_latency_s
@@ -250,16 +249,16 @@ def _all_to_all_cost(transfer: Collective, ring: Ring, hardware: Hardware) -> Co
 
 
 def _over_spine(ring: Ring, hardware: Hardware) -> float:
-    """Of what a rank of an all-to-all sends to other nodes, the part that passes the spine."""
+    """The fraction of an all-to-all's traffic between nodes that passes the spine."""
     elsewhere = ring.size - ring.per_node
     near: float = max(ranks_of_pod(ring, hardware.nodes_per_pod) - ring.per_node, 0)
-    if hardware.rail_optimized:  # of each node, one rank is on the same rail
+    if hardware.rail_optimized:  # one rank of each node is on the same rail
         near /= ring.per_node
     return 1 - near / elsewhere
 
 
 def _copies_s(nbytes: int, hardware: Hardware) -> float:
-    """Of copies that read and write ``nbytes`` in all: one kernel."""
+    """Seconds of copies, as one kernel, that read and write ``nbytes`` in total."""
     if not nbytes:
         return 0.0
     bandwidth = hardware.memory_bandwidth * hardware.memory_efficiency
@@ -267,5 +266,5 @@ def _copies_s(nbytes: int, hardware: Hardware) -> float:
 
 
 def copy_cost(copy: Copy, hardware: Hardware) -> Cost:
-    """Between the memories of a GPU and of its host."""
+    """The cost of a copy between GPU memory and host memory."""
     return Cost(hardware.kernel_s, copy.nbytes / hardware.host_bandwidth, HOST)

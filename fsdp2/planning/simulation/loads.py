@@ -1,4 +1,4 @@
-"""Ranks of different speeds: what each of them computes in a step. Pure arithmetic on batches."""
+"""The batches of ranks with different speeds. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..hardware.hardware import Hardware
 
 @dataclass(frozen=True)
 class Load:
-    """What a kind of rank has to do.
+    """The load of a kind of rank.
 
     Attributes:
-        samples: of a micro-batch; None: as many as the sample input has.
-        speed: of its kernels, as in `Hardware.speeds`.
+        samples: samples of a micro-batch; None: as many as the sample input has.
+        speed: speed of its kernels, as in `Hardware.speeds`.
     """
 
     samples: int | None
@@ -27,10 +27,10 @@ class Load:
 
 
 def speeds_of(hardware: Hardware, num_ranks: int) -> tuple[float, ...]:
-    """The speed of each rank; all 1 if the hardware says nothing.
+    """The speed of each rank; all 1 if the hardware has no speeds.
 
     Raises:
-        ValueError: if there are neither as many speeds as nodes nor as many as ranks.
+        ValueError: if the number of speeds is neither the number of nodes nor the number of ranks.
     """
     speeds, node = hardware.speeds, min(hardware.ranks_per_node, num_ranks)
     if not speeds:
@@ -47,12 +47,12 @@ def speeds_of(hardware: Hardware, num_ranks: int) -> tuple[float, ...]:
 
 
 def even_load(speeds: Sequence[float]) -> list[Load]:
-    """Of equal batches: all wait for the slowest."""
+    """The load of equal batches: all ranks wait for the slowest."""
     return [Load(None, min(speeds))]
 
 
 def uneven_loads(sizes: Sequence[int], speeds: Sequence[float]) -> list[Load]:
-    """Of batches of different sizes: of all ranks with as many samples, the slowest counts."""
+    """The loads of batches of different sizes, each with its slowest rank."""
     slowest: dict[int, float] = {}
     for size, speed in zip(sizes, speeds, strict=True):
         slowest[size] = min(speed, slowest.get(size, speed))
@@ -60,7 +60,7 @@ def uneven_loads(sizes: Sequence[int], speeds: Sequence[float]) -> list[Load]:
 
 
 def batch_size(sample_input: Any) -> int:
-    """Samples of the batch: dim 0 of its first tensor that has dims.
+    """Samples of the batch: the size of dim 0 of its first tensor that has dims.
 
     Raises:
         ValueError: if there is no such tensor.
@@ -75,9 +75,9 @@ def batch_size(sample_input: Any) -> int:
 
 
 def sizes_of(sample_input: Any) -> tuple[int | None, int | None, bool]:
-    """Samples and context of a micro-batch as far as they are known, and whether they are tokens.
+    """Samples and context of a micro-batch, if known, and whether it consists of tokens.
 
-    Tokens are integers (samples, positions).
+    Tokens are integers of shape (samples, positions).
     """
     for tensor in tensors_in(sample_input):
         if tensor.ndim:
@@ -88,10 +88,10 @@ def sizes_of(sample_input: Any) -> tuple[int | None, int | None, bool]:
 
 
 def with_samples(sample_input: Any, samples: int | None) -> Any:
-    """``sample_input`` with another number of samples, the first ones again if there are more.
+    """``sample_input`` with another number of samples; additional samples repeat the first ones.
 
-    Tensors whose dim 0 has another size than that of the first tensor have no samples (a mask that
-    all share), and stay as they are.
+    Tensors with another size of dim 0 than the first tensor have no samples (such as a shared mask)
+    and do not change.
     """
     if samples is None:
         return sample_input
@@ -107,14 +107,14 @@ def with_samples(sample_input: Any, samples: int | None) -> Any:
 
 
 def with_context(sample_input: Any, context: int | None) -> Any:
-    """``sample_input`` with sequences of another length: dim 1 of its first tensor that has one.
+    """``sample_input`` with sequences of another length; additional values repeat the first ones.
 
-    Each dim but dim 0 that is as long as that one is the sequence (a mask of positions by positions
-    has two of them). Values are the first ones, again and again if there are more.
+    The length is the size of dim 1 of the first tensor that has this dim. All dims of this size,
+    except dim 0, are sequence dims (a mask of positions by positions has two of them).
 
     Raises:
-        ValueError: if there is no tensor of two dims, or if the length is also that of the last dim
-            of floating-point numbers, which might be features.
+        ValueError: if there is no tensor with two dims, or if the last dim of a floating-point
+            tensor has the same size and may be features.
     """
     if context is None:
         return sample_input
@@ -142,12 +142,13 @@ def with_context(sample_input: Any, context: int | None) -> Any:
 
 
 def with_part_of_context(sample_input: Any, ranks: int) -> tuple[Any, int]:
-    """What one of ``ranks`` has of ``sample_input``, as `with_context` finds sequences, and the
-    number of its positions.
+    """The part of ``sample_input`` on one of ``ranks``, and the number of its positions.
+
+    Sequence dims are found as in `with_context`.
 
     Raises:
-        ValueError: if there is no sequence, or one that does not divide: torch gives each rank a
-            piece of the head and one of the tail.
+        ValueError: if there is no sequence, or it is not divisible: torch gives each rank a piece
+            of the head and one of the tail.
     """
     sequences = [t for t in tensors_in(sample_input) if t.ndim > 1]
     if not sequences:
@@ -166,13 +167,13 @@ def with_part_of_context(sample_input: Any, ranks: int) -> tuple[Any, int]:
 
 
 def sizes_by_speed(samples: int, speeds: Sequence[float]) -> list[int]:
-    """Samples of each rank of a micro-batch, of which each would have ``samples`` if all had as
-    many; all the same if that is too few to divide."""
+    """Samples of each rank in a micro-batch with ``samples`` per rank on average; equal for all
+    ranks if there are too few to divide."""
     return split_batch(samples * len(speeds), speeds)
 
 
 def describe_sizes(sizes: Sequence[int]) -> str:
-    """As in "11 on ranks 0 to 31, 5 on ranks 32 to 63"; at most six parts.
+    """Sizes as text: "11 on ranks 0 to 31, 5 on ranks 32 to 63"; at most six parts.
 
     Example:
         >>> describe_sizes([4, 4, 2])

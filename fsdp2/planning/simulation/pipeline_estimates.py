@@ -1,10 +1,10 @@
-"""About how fast a pipeline is and what it needs, from each of its stages alone.
+"""Estimates the time and memory of a pipeline from its stages alone.
 
-A simulation of a pipeline takes a time that grows with its micro-batches; this one does not. Each
-kind of stage is simulated with a few of them. How long an action takes depends on what its stage
-did before: after a forward its parameters may have to be gathered, after a backward they are; the
-first gradients are stored and later ones are added. So all actions are taken to be like those that
-came after the same.
+The time of a pipeline's simulation grows with the number of micro-batches; the time of this
+estimate does not. Each kind of stage is simulated with a few micro-batches. The duration of an
+action depends on the stage's action before it: after a forward, parameters may have to be gathered;
+after a backward, they are present; the first gradients are stored, and later ones are added. So
+each action is assumed to take as long as a simulated action after the same kind of action.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .costs import stragglers_s
 from .pipeline_times import RankTimes, begins, durations_of, end_of, sends_of, stages_of, stalls_of
 from .simulate import SimulatedStep, Simulator
 
-# What a stage does alone, by micro-batch: every kind of action after every kind that schedules let
-# come before it, but with two micro-batches in flight at most.
+# The actions of a stage alone, by micro-batch: every kind of action after every kind that may come
+# before it in a schedule, but with at most two micro-batches in flight.
 _WHOLE = "F0 F1 B0 F2 B1 B2"
 _SPLIT = "F0 F1 I0 W0 I1 W1 F2 F3 I2 F4 W2 I3 I4 W3 W4"
 _IN_FLIGHT = 2
@@ -30,10 +30,10 @@ _KINDS = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
 
 
 class Duration(NamedTuple):
-    """How long an action takes.
+    """The duration of an action.
 
     Attributes:
-        stall_s: the part of ``seconds`` in which it waits for what its rank asked for earlier.
+        stall_s: the part of ``seconds`` in which it waits for earlier launches of its rank.
     """
 
     seconds: float
@@ -41,21 +41,22 @@ class Duration(NamedTuple):
 
 
 class StageAlone(NamedTuple):
-    """What a stage takes and needs alone.
+    """The times and the memory of a stage alone.
 
     Attributes:
-        durations: of each kind of action ("forward", "backward", and "input" and "weight" of a
-            backward that is split), by the kind that the stage did before; "" for the first.
-        gather_s: of all its parameters, if a schedule asks for them before the first forward.
-        end_s: from its last backward to the end of its reductions.
-        kernels_s: of a micro-batch, if nothing slows kernels down.
-        optimizer_s: as of `SimulatedStep`.
-        kept_bytes: of the activations of each micro-batch in flight.
-        brief_bytes: of activations beside these, and of buffers of collectives, while it computes.
-        gathered_bytes: of its parameters, if a schedule says when they are gathered and freed.
-        gradient_bytes: of its gradients before they are reduced, if a schedule says when.
-        other_bytes: that the allocator holds besides.
-        library_bytes: that CUDA, cuBLAS and NCCL hold besides.
+        durations: the duration of each kind of action ("forward", "backward", and "input" and
+            "weight" of a split backward), by kind of the stage's previous action; "" for the first.
+        gather_s: seconds of a gather of all its parameters, if the schedule gathers them before the
+            first forward.
+        end_s: seconds from its last backward to the end of its reductions.
+        kernels_s: seconds of a micro-batch's kernels, if nothing slows them down.
+        optimizer_s: as in `SimulatedStep`.
+        kept_bytes: activations of each micro-batch in flight.
+        brief_bytes: further activations, and buffers of collectives, while it computes.
+        gathered_bytes: its gathered parameters, if the schedule determines when they are freed.
+        gradient_bytes: its unreduced gradients, if the schedule determines when they are reduced.
+        other_bytes: other bytes that the allocator holds.
+        library_bytes: bytes that CUDA, cuBLAS and NCCL hold.
     """
 
     durations: dict[tuple[str, str], Duration]
@@ -71,7 +72,7 @@ class StageAlone(NamedTuple):
     library_bytes: int
 
     def duration(self, kind: str, before: str) -> Duration:
-        """How long an action takes; one that was not simulated, as the mean of its kind."""
+        """The duration of an action; if it was not simulated, the mean of its kind."""
         found = self.durations.get((kind, before))
         if found is not None:
             return found
@@ -80,11 +81,11 @@ class StageAlone(NamedTuple):
 
 
 class PipelineEstimate(NamedTuple):
-    """About what a step of a pipeline comes to.
+    """The estimated time and memory of a pipeline's step.
 
     Attributes:
-        optimizer_s: the part of ``seconds`` that is the optimizer's.
-        needed_bytes: of the fullest rank.
+        optimizer_s: the optimizer's part of ``seconds``.
+        needed_bytes: bytes that the fullest rank needs.
     """
 
     seconds: float
@@ -95,7 +96,7 @@ class PipelineEstimate(NamedTuple):
 def stages_alone(
     simulator: Simulator, parts: Sequence[RankStage], schedule: str, speed: float = 1.0
 ) -> list[StageAlone]:
-    """What each of these stages takes and needs alone; those that are alike are simulated once."""
+    """The times and memory of each stage alone; equal stages are simulated once."""
     made: dict[int, StageAlone] = {}
     for part in parts:
         if id(part.trace) not in made:
@@ -140,8 +141,8 @@ def _run(
 ) -> tuple[dict[tuple[str, str], Duration], float, SimulatedStep]:
     """The durations of actions in this order, the seconds of the reductions, and the step.
 
-    Of actions that come after the same, the last counts: what the first find may still be as it is
-    in no others.
+    Among actions after the same kind of action, the last one counts, because the state before the
+    first ones may be unusual.
     """
     actions = _actions(order, part.number)
     managed = [Action(part.number, -1, False, what) for what in ("unshard", "reduce", "reshard")]
@@ -164,8 +165,7 @@ def _actions(order: str, stage: int) -> list[Action]:
 
 
 def _contexts(actions: Sequence[Action]) -> list[tuple[str, str]]:
-    """Of each action its kind, and that of the one before of its stage; "" for the first of a
-    kind."""
+    """For each action its kind, and the kind of its stage's previous action; "" for the first."""
     last: dict[int, str] = {}
     seen: set[tuple[int, str]] = set()
     found = []
@@ -192,7 +192,7 @@ def _kept(part: RankStage) -> int:
 def estimate_pipeline(
     simulator: Simulator, parts: Sequence[RankStage], schedule: str, stages: Sequence[StageAlone]
 ) -> PipelineEstimate:
-    """The time of a step, and the bytes that the fullest rank needs; ``stages`` are those of
+    """The time of a step, and the bytes that the fullest rank needs; ``stages`` belong to
     ``parts``."""
     setup = parts[0].setup
     ranks, micro_batches = setup.workload.pipeline_ranks, setup.workload.micro_batches
@@ -212,7 +212,7 @@ def estimate_pipeline(
         began[-1] + rank.durations[-1] + tail
         for began, rank, tail in zip(found, times, tails, strict=True)
     ]
-    # What all ranks do at the end, the slowest of them; of several stages, one after the other.
+    # The end of the step on the slowest rank; several stages end one after the other.
     late = max(sum(stage.optimizer_s for stage in own) for own in of_ranks)
     busiest_s = max(sum(stage.kernels_s for stage in own) for own in of_ranks)
     wait = stragglers_s(micro_batches * busiest_s, setup.num_all_ranks, simulator.hardware)
@@ -220,11 +220,11 @@ def estimate_pipeline(
 
 
 def _rank_times(order: Sequence[Action], stages: Sequence[StageAlone]) -> tuple[RankTimes, float]:
-    """How long each action of a rank takes, and the reductions after the last.
+    """The duration of each action of a rank, and of the reductions after the last action.
 
-    A schedule that says when gathers and reductions of a whole stage begin gathers stages one after
-    the other, and no action begins before its stage has come; what comes after a reduction waits
-    for its end. Both go on while the rank waits for others.
+    If the schedule determines when gathers and reductions of a whole stage begin, stages are
+    gathered one after the other, and an action begins after its stage is gathered. Actions after a
+    reduction wait for its end. Both continue while the rank waits for others.
     """
     actions = [action for action in order if action.computes]
     contexts = iter(_contexts(actions))
@@ -245,7 +245,7 @@ def _rank_times(order: Sequence[Action], stages: Sequence[StageAlone]) -> tuple[
             waits = reducing_s
             if late is None:
                 own = stage.duration(kind, before)
-            else:  # all of it is gathered, as after a backward
+            else:  # the whole stage is gathered, as after a backward
                 own = stage.duration("forward", "backward")
                 waits += max(0.0, late - now)
             durations.append(waits + own.seconds)
@@ -255,8 +255,8 @@ def _rank_times(order: Sequence[Action], stages: Sequence[StageAlone]) -> tuple[
 
 
 def _most_kept(order: Sequence[Action], stages: Sequence[StageAlone]) -> int:
-    """The most bytes that a rank has at any moment of what comes and goes: activations of all
-    micro-batches, and whole parameters and gradients of stages."""
+    """The peak of a rank's temporary bytes: activations of all micro-batches, and whole parameters
+    and gradients of stages."""
     now = most = 0
     summed: set[int] = set()  # stages that have gradients
     for action in order:

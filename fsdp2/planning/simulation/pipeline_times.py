@@ -1,4 +1,4 @@
-"""The time of a pipeline's step: ranks that wait for what other stages send."""
+"""The time of a pipeline's step: ranks wait for messages of other stages."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .simulate import SimulatedStep, Simulator
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What one rank does.
+    """The actions of one rank and their times.
 
     Attributes:
-        actions: in order.
-        durations: of these, in seconds.
-        stalls: the first part of each duration in which compute waits for what the rank itself
-            asked for earlier, so that it passes while a message comes, too. None: there are none.
+        actions: the actions in order.
+        durations: their durations in seconds.
+        stalls: the first part of each duration, in which compute waits for the rank's own earlier
+            launches; it may overlap with the wait for a message. None: there are none.
     """
 
     actions: Sequence[Action]
@@ -29,7 +29,7 @@ class RankTimes:
     stalls: Sequence[float] | None = None
 
     def come_to(self, i: int, come: float) -> float:
-        """When action ``i`` has to begin for its work to begin at ``come``."""
+        """When action ``i`` must begin for its work to begin at ``come``."""
         return come if self.stalls is None else come - self.stalls[i]
 
 
@@ -41,15 +41,15 @@ def begins(
 ) -> list[list[float]]:
     """When each action of each rank begins, in seconds after the first.
 
-    An action begins when the one before it on its rank has ended, and its work when what it needs
-    has come: of a forward, the output of the stage before; of a backward, the gradient from the
-    stage after.
+    An action begins when the previous action of its rank has ended. Its work begins when its input
+    has arrived: for a forward, the output of the stage before; for a backward, the gradient from
+    the stage after.
 
     Args:
-        sends: of each stage, the seconds in which it sends its output to the next one, and what it
-            returns to the one before; 0 to itself.
-        waits_for_sends: whether a rank sends before it goes on, between its first backward and its
-            last forward, as torch's 1F1B does.
+        sends: for each stage, the seconds in which it sends its output to the next stage, and its
+            input's gradient to the previous one; 0 if that is on the same rank.
+        waits_for_sends: whether a rank completes a send before it continues, between its first
+            backward and its last forward, as torch's 1F1B does.
 
     Raises:
         ValueError: if ranks wait for each other forever.
@@ -93,8 +93,8 @@ def _steady(actions: Sequence[Action]) -> tuple[int, int]:
 def _come(
     action: Action, ended: dict[Action, float], sends: Sequence[tuple[float, float]]
 ) -> float | None:
-    """When what an action needs has come; None if that is not known yet."""
-    if action.part == "weight":  # of its own rank, after the gradients of inputs
+    """When the input of an action has arrived; None if that is not known yet."""
+    if action.part == "weight":  # of the same rank, after the gradients of inputs
         return 0.0
     other = action.stage - 1 if action.is_forward else action.stage + 1
     if not 0 <= other < len(sends):
@@ -133,7 +133,7 @@ def replay_pipeline(
 
 
 def stages_of(parts: Sequence[RankStage], schedule: str, rank: int) -> list[RankStage]:
-    """Of all stages those of a rank of the pipeline; without one, all of the model."""
+    """The stages of a rank of the pipeline; without one, the whole model."""
     ranks = parts[0].setup.workload.pipeline_ranks
     if ranks == 1:
         return [*parts]
@@ -150,13 +150,13 @@ def simulate_pipeline(
 ) -> list[SimulatedStep]:
     """The steps of the ranks of a pipeline, which end together.
 
-    Each rank is simulated as if nothing had to come from others (its kernels, gathers and
-    reductions, its memory), and then waits as `begins` says. What it asked for before an action
-    (gathers of a stage, reductions of another one) goes on while it waits; what it gathers in the
-    action is not counted as hidden.
+    Each rank is first simulated without messages of others (its kernels, gathers, reductions and
+    memory). Then the waits from `begins` are added. Launches before an action (gathers of a stage,
+    reductions of another one) continue while the rank waits; gathers within the action do not count
+    as hidden.
 
     Args:
-        replays: from `replay_pipeline`, on hardware that differs in speeds alone.
+        replays: from `replay_pipeline`, on hardware that differs only in speeds.
     """
     alone = [simulator.time_stages(each, speed=speed) for each in replays]
     times = [
@@ -177,8 +177,8 @@ def simulate_pipeline(
 def sends_of(
     simulator: Simulator, parts: Sequence[RankStage], schedule: str
 ) -> list[tuple[float, float]]:
-    """Of each stage, the seconds in which it sends its output, and what it returns; 0 to a stage of
-    the same rank."""
+    """For each stage, the seconds in which it sends its output, and its input's gradient; 0 for a
+    stage of the same rank."""
     setup = parts[0].setup
     ranks = setup.workload.pipeline_ranks
 
@@ -196,12 +196,12 @@ def sends_of(
 
 
 def end_of(step: SimulatedStep) -> float:
-    """When all streams are done; the optimizer comes then."""
+    """The time when all streams are done; the optimizer steps afterwards."""
     return max((span.end for span in step.spans), default=0.0)
 
 
 def durations_of(step: SimulatedStep, ends: Sequence[int]) -> list[float]:
-    """The seconds of each action: how much later compute ends than before it."""
+    """The seconds of each action: the time from compute's previous end to its end."""
     made, begin, ended = [], 0, 0.0
     for end in ends:
         launched = zip(step.launches[begin:end], step.spans[begin:end], strict=True)
@@ -212,7 +212,7 @@ def durations_of(step: SimulatedStep, ends: Sequence[int]) -> list[float]:
 
 
 def stalls_of(step: SimulatedStep, made: Replay) -> list[float]:
-    """Of each action, the seconds that it would be shorter if all launched before it had ended."""
+    """For each action, the seconds that it waits for launches before it."""
     found, ended = [], 0.0
     for start, end in zip(made.starts, made.ends, strict=True):
         began, last = ended, ended
@@ -252,7 +252,7 @@ def _in_pipeline(
 
 
 def _moved(step: SimulatedStep, rank: RankTimes, began: Sequence[float]) -> list[Span]:
-    """When everything runs: each action is moved to its time, and what goes on beside it."""
+    """The spans of all launches: each action is moved to its time, with concurrent launches."""
     moved, now, borders = [], 0.0, []
     for begin, seconds in zip(began, rank.durations, strict=True):
         borders.append((now, begin - now))

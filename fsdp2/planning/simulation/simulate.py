@@ -20,13 +20,13 @@ from .schedule import Span, Task, schedule
 
 
 def optimizer_s(optimizer: PlacedOptimizer, hardware: Hardware, speed: float = 1.0) -> float:
-    """Seconds of a step.
+    """Seconds of an optimizer step.
 
     Args:
-        speed: of the rank's kernels, as in `Hardware.speeds`.
+        speed: speed of the rank's kernels, as in `Hardware.speeds`.
 
     Raises:
-        ValueError: if state is in files, and the hardware does not say how fast its disk is.
+        ValueError: if state is in files, and the hardware has no speed of the disk.
     """
     step_s = (_on_device_s(optimizer.device, hardware) + _on_host_s(optimizer, hardware)) / speed
     paged = optimizer.paged
@@ -48,13 +48,13 @@ def _on_host_s(optimizer: PlacedOptimizer, hardware: Hardware) -> float:
 
 
 def _in_parts_s(paged: PagedState, step_s: float, hardware: Hardware) -> float:
-    """Of the parts of `offload_optimizer`: copies on one stream, reads and writes of files by one
-    thread each, beside the steps of other parts."""
+    """Seconds of the parts of `offload_optimizer`. Copies on one stream, and reads and writes of
+    files by one thread each, run in parallel to the steps of other parts."""
     read, write = hardware.disk_read_bandwidth, hardware.disk_write_bandwidth
     if paged.in_files and not (read and write):
         raise ValueError(
-            f"Hardware '{hardware.name}' does not say how fast its disk is, and state of the "
-            "optimizer is to be in files: give disk_read_bandwidth and disk_write_bandwidth"
+            f"Hardware '{hardware.name}' does not say how fast its disk is, but optimizer state "
+            "is in files: give disk_read_bandwidth and disk_write_bandwidth"
         )
     link = hardware.host_bandwidth
     copied = [0 if hardware.device_type == "cpu" else part.image for part in paged.parts]
@@ -70,14 +70,14 @@ def _in_parts_s(paged: PagedState, step_s: float, hardware: Hardware) -> float:
     def bring(number: int) -> None:
         if number < len(copied):
             part = paged.parts[number]
-            if paged.in_files:  # there are no more than four buffers
+            if paged.in_files:  # there are at most four buffers
                 add("read", number, "reads", part.away / read, ("write", number - 4))
             add("bring", number, "copies", copied[number] / link, ("read", number))
 
     bring(0)
     for number, part in enumerate(paged.parts):
         bring(number + 1)
-        # The host begins a step when it has brought the next part, for which it waits.
+        # The host begins a step after it has waited for the copy of the next part.
         waits = (("bring", number), ("read", number + 1))
         add("step", number, "compute", step_s * part.traffic / traffic, *waits)
         add("send", number, "copies", copied[number] / link, ("step", number))
@@ -101,24 +101,24 @@ class SimulatedStep:
     """The predicted training step.
 
     Attributes:
-        seconds: time of forward, backward and optimizer.
-        compute_s: time of the model's kernels, beside collectives.
-        contention_s: the part of it that they lose to collectives.
-        stragglers_s: how long the mean rank waits for the slowest; part of ``exposed_s``.
-        host_s: how long the host takes to launch it all. If that is more than ``compute_s``, it is
-            the host that ``exposed_s`` waits for.
-        optimizer_s: time of the optimizer.
-        stream_s: how long each stream is busy; where the host does everything in order, how long
-            it is busy with what GPUs have on that stream.
-        exposed_s: how long compute waits for communication.
-        bubble_s: how long a rank of a pipeline waits for other stages; part of ``exposed_s``.
+        seconds: duration of forward, backward and optimizer.
+        compute_s: seconds of the model's kernels, including ``contention_s``.
+        contention_s: seconds that kernels lose to concurrent collectives.
+        stragglers_s: seconds that the mean rank waits for the slowest; part of ``exposed_s``.
+        host_s: seconds that the host needs for all launches. If this is more than ``compute_s``,
+            compute waits for the host in ``exposed_s``.
+        optimizer_s: seconds of the optimizer.
+        stream_s: seconds that each stream is busy. If the host does everything in order, seconds of
+            the work that a GPU would have on that stream.
+        exposed_s: seconds that compute waits for communication.
+        bubble_s: seconds that a rank of a pipeline waits for other stages; part of ``exposed_s``.
         peak: the memory peak of live tensors.
         reserved: bytes that the allocator holds for them.
-        libraries: bytes that CUDA, cuBLAS and NCCL hold besides.
+        libraries: bytes that CUDA, cuBLAS and NCCL hold.
         flops: FLOPs of the kernels, including recomputation.
-        launches, spans: what runs when, for pictures.
+        launches, spans: the work and its times, for pictures.
         samples: (number of launches so far, bytes by category) at every change.
-        host_bytes: what is offloaded, by category.
+        host_bytes: offloaded bytes, by category.
     """
 
     seconds: float
@@ -165,7 +165,7 @@ class Simulator:
         self._of_shards: dict[object, OptimizerCost] = {}
 
     def on(self, hardware: Hardware) -> Simulator:
-        """The same on other hardware; what an optimizer does is known there, too."""
+        """The simulator for other hardware; it shares the cached costs of optimizers."""
         made = Simulator(hardware, self.optimizer)
         made._optimizer, made._of_shards = self._optimizer, self._of_shards
         return made
@@ -176,14 +176,14 @@ class Simulator:
         """Simulate one step of ``trace``, sharded as in ``setup``, on rank 0, the fullest rank.
 
         Args:
-            speed: of the rank's kernels, as in `Hardware.speeds`; links have theirs.
+            speed: speed of the rank's kernels, as in `Hardware.speeds`; links keep theirs.
         """
         with one_collection():
             made = self.replay_step(trace, setup, keep_samples=keep_samples)
             return self.time_stages(made, speed=speed)
 
     def replay_step(self, trace: StepTrace, setup: Setup, *, keep_samples: bool = False) -> Replay:
-        """What `run` gives times."""
+        """The replay to which `run` adds times."""
         with one_collection():
             setup = self._on_hardware(setup)
             cost = self._cost_of_optimizer(trace, setup)
@@ -193,7 +193,7 @@ class Simulator:
     def replay_stages(
         self, parts: Sequence[RankStage], actions: Sequence[Action], **options: bool
     ) -> Replay:
-        """What one rank of a pipeline does, as if it never waited for other ranks, without times.
+        """The replay of one rank of a pipeline, without waits for other ranks and without times.
 
         Args:
             options: of `replay_rank`.
@@ -205,7 +205,7 @@ class Simulator:
             return replay_rank(parts, actions, optimizer=cost, **options)
 
     def time_stages(self, made: Replay, *, speed: float = 1.0) -> SimulatedStep:
-        """The same with the times of this hardware."""
+        """The simulated step of a replay, with the times of this hardware."""
         with one_collection():
             costs, host = self._costs(made, speed), self._host_costs(made)
             spans = schedule(_tasks(made, costs, host))[len(host) :]
@@ -230,7 +230,7 @@ class Simulator:
         return {"reserves": self.hardware.caches_memory, "in_order": self.hardware.host_ordered}
 
     def _host_costs(self, made: Replay) -> list[Cost]:
-        """The time of the host for each launch; none if it takes none."""
+        """The host's time for each launch; empty if it takes no time."""
         hardware = self.hardware
         if hardware.host_ordered or (not hardware.launch_s and not hardware.call_host_s):
             return []
@@ -326,10 +326,10 @@ class Simulator:
 
 
 def _tasks(made: Replay, costs: Sequence[Cost], host: Sequence[Cost]) -> list[Task]:
-    """What runs on the host (``host``: all, or nothing), and after it what runs on the streams.
+    """The tasks on the host (``host``: one per launch, or none), then the tasks on the streams.
 
-    A kernel begins when the host has launched what comes before it, the first of several when the
-    host begins with them; a collective when the host has called it.
+    A kernel begins after the host has launched the kernels before it; the first of several begins
+    when the host begins to launch them. A collective begins after the host has called it.
     """
     tasks = [Task("host", cost) for cost in host]
     first = len(tasks)

@@ -24,7 +24,7 @@ class SimulatedTraffic:
         seconds: sum of their durations.
         nbytes: bytes of the whole gathered or reduced data, with padding.
         sent_bytes: bytes that a rank sends.
-        exposed_s: how long compute waits for them.
+        exposed_s: seconds that compute waits for them.
     """
 
     count: int = 0
@@ -39,10 +39,10 @@ class UnitFigures:
     """One unit in a step.
 
     Attributes:
-        forward_s, backward_s: of its kernels, without those of units inside it; recomputation is
-            in backward.
-        gather, reduce: its communication; reduce-scatters and all-reduces together.
-        peak_bytes: the most memory of a rank when compute enters or leaves the unit.
+        forward_s, backward_s: seconds of its kernels, without units inside it; recomputation is in
+            backward.
+        gather, reduce: its communication; ``reduce`` has reduce-scatters and all-reduces together.
+        peak_bytes: the memory peak of a rank, sampled when compute enters or leaves the unit.
     """
 
     name: str
@@ -56,8 +56,8 @@ class UnitFigures:
 def unit_figures(step: SimulatedStep) -> list[UnitFigures]:
     """The figures of every unit of ``step``, the root first, then in the order of forward.
 
-    What belongs to no unit (the loss) comes last, as a unit named `OUTSIDE`, as a profile has it in
-    none. Waits for the host or for the slowest rank are in none of them.
+    Work outside all units (the loss) comes last, as a unit named `OUTSIDE`; a profile has no such
+    unit. Waits for the host or for the slowest rank are in no unit.
     """
     units = {ROOT: UnitFigures(ROOT)}
     outside = UnitFigures(OUTSIDE)
@@ -91,18 +91,18 @@ def unit_figures(step: SimulatedStep) -> list[UnitFigures]:
 
 
 def peak_gathered_bytes(step: SimulatedStep) -> int:
-    """The most memory of gathered parameters at any moment."""
+    """The peak of gathered parameters."""
     return max((parts.get(GATHERED, 0) for _, parts in step.samples), default=0)
 
 
 def waited_s(step: SimulatedStep) -> float:
-    """How long compute waits for communication, also of the slowest rank: ``exposed_s`` without
-    the time in which it waits for the host."""
+    """Seconds that compute waits for communication, including waits for the slowest rank:
+    ``exposed_s`` without waits for the host."""
     return sum(seconds for _, seconds in waits(step)) + step.stragglers_s
 
 
 def _traffic(mine: UnitFigures, launch: StreamLaunch) -> SimulatedTraffic | None:
-    """What a collective counts to; None for those that the model itself calls."""
+    """The traffic that a collective belongs to; None for the model's own collectives."""
     if launch.lane == "all-gather":
         return mine.gather
     return mine.reduce if launch.lane in ("reduce-scatter", "all-reduce") else None
@@ -118,13 +118,13 @@ def waits(step: SimulatedStep) -> Iterator[tuple[StreamLaunch, float]]:
             yield launch, span.end - span.begin
             ended = span.end
             continue
-        # Of what it comes after, the one that ended last. If that ended before compute was free,
-        # or well before this began, it is the host that is late.
+        # The last of its dependencies to end. If this ended before compute was free, or well before
+        # the launch began, the host is late.
         last = max(launch.after, key=lambda number: now[number].end, default=None)
         if last is not None and now[last].end > ended:
             yield step.launches[last], now[last].end - ended
         ended = max(ended, span.end)
-    # The optimizer waits for what is still under way.
+    # The optimizer waits for all launches in flight.
     last = max(range(len(now)), key=lambda number: now[number].end, default=None)
     if last is not None and now[last].end > ended:
         yield step.launches[last], now[last].end - ended

@@ -1,1 +1,1 @@
-"""A training step, traced on fake tensors: operators, memory, what is saved for backward."""
+"""A training step, traced on fake tensors: operators, memory, activations saved for backward."""

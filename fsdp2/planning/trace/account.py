@@ -13,8 +13,8 @@ class Peak:
     """The memory peak of a phase.
 
     Attributes:
-        total: bytes.
-        parts: bytes by category at the peak.
+        total: bytes in memory at the peak.
+        parts: bytes at the peak, by category.
     """
 
     total: int = 0
@@ -29,7 +29,7 @@ class Account:
         phase: name of the current phase, whose peak is updated.
         samples: (number of operations launched so far, bytes by category) at every change, with
             ``keep_samples``.
-        memory: what allocates all that is counted; None: nobody asks.
+        memory: the allocator of all that is counted; None: reserved memory is not needed.
         stream: the name of the current stream.
     """
 
@@ -54,24 +54,24 @@ class Account:
         """Count ``nbytes`` that are allocated only for a moment, for the peak.
 
         Args:
-            allocates: whether `memory` is to know; what the trace allocates it knows already.
+            allocates: whether `memory` allocates them; it already has the trace's allocations.
         """
         self._note(nbytes, category)
         if allocates:
             self.free(self.allocate(nbytes))
 
     def allocate(self, nbytes: int) -> Block | None:
-        """Memory for the current stream; None where nobody asks how much is reserved."""
+        """Memory for the current stream; None without `memory`."""
         return None if self.memory is None else self.memory.allocate(nbytes, self.stream())
 
     def free(self, block: Block | None) -> None:
-        """Give back what `allocate` returned."""
+        """Free a result of `allocate`."""
         if block is not None and self.memory is not None:
             self.memory.free(block)
 
     @property
     def reserved(self) -> int | None:
-        """Bytes that the allocator has reserved; None where nobody asks."""
+        """Bytes that the allocator has reserved; None without `memory`."""
         return None if self.memory is None else self.memory.reserved
 
     def _note(self, extra: int, category: str) -> None:

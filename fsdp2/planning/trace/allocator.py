@@ -1,9 +1,9 @@
-"""A model of torch's caching allocator: what it reserves for given allocations, in order.
+"""A model of torch's caching allocator: the memory that it reserves for a series of allocations.
 
-After c10/cuda/CUDACachingAllocator.cpp with its default settings, of which it keeps what decides
-about the size of the reserve: two pools per stream, segments of three sizes, the best fit, blocks
-that are split and merged again. Nothing is given back: in a run that happens only where memory has
-run out, and then makes every stream wait.
+It follows c10/cuda/CUDACachingAllocator.cpp with default settings, as far as this determines the
+size of the reserve: two pools per stream, segments of three sizes, best fit, blocks that are split
+and merged. Memory is never returned to the device: in a run, this happens only if memory has run
+out, and then makes every stream wait.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from bisect import bisect_left, insort
 
 MIB = 2**20
 ALIGN = 512  # bytes; every block is a multiple of it
-SMALL = MIB  # up to here, blocks are of the pool of small ones
+SMALL = MIB  # up to here, blocks are in the pool of small blocks
 SMALL_SEGMENT = 2 * MIB
-LARGE_SEGMENT = 20 * MIB  # for up to 10 MiB; larger blocks have a segment of their own,
+LARGE_SEGMENT = 20 * MIB  # for up to 10 MiB; larger blocks have separate segments,
 LARGEST_SHARED = 10 * MIB
 ROUND_LARGE = 2 * MIB  # a multiple of that
 
@@ -34,7 +34,7 @@ class Block:
 
 
 class Allocator:
-    """Counts what would be reserved.
+    """Counts the bytes that would be reserved.
 
     Attributes:
         reserved: bytes of all segments. It never falls.
@@ -50,7 +50,7 @@ class Allocator:
     def __init__(self) -> None:
         self.reserved = 0
         self.allocated = 0
-        # Of each stream, and of small and large blocks: the free ones, by size and address.
+        # The free blocks of each stream, small and large ones apart, by size and address.
         self._pools: dict[tuple[str, bool], list[tuple[int, int, Block]]] = {}
 
     def allocate(self, nbytes: int, stream: str = "compute") -> Block | None:

@@ -19,7 +19,7 @@ from ...render.text import plural
 from .op_costs import operator_name
 
 _SEQUENCE_DIM = 2  # of queries, keys and values
-# Operators in which positions meet.
+# Operators that combine positions.
 _MEETINGS = re.compile(r"attention|attn|sdpa|lstm|gru|rnn|scan", re.IGNORECASE)
 _SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")
 
@@ -28,11 +28,11 @@ class ContextParallel:
     """Attention of ranks that have parts of the same sequences.
 
     Args:
-        mesh: of these ranks, of one dim.
-        length: positions of each rank.
+        mesh: the 1-D mesh of these ranks.
+        length: number of positions on each rank.
 
     Attributes:
-        ranks: how many there are.
+        ranks: number of these ranks.
         group: the name of their process group.
     """
 
@@ -47,7 +47,7 @@ class ContextParallel:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Context in which attention of DTensors is that of all parts of a sequence."""
+        """Context in which attention of DTensors covers all parts of a sequence."""
         from torch.distributed.tensor.experimental._attention import (
             _cp_options,
             _disable_context_parallel_dispatcher,
@@ -66,7 +66,7 @@ class ContextParallel:
     def attend(
         self, kernel: Callable[..., torch.Tensor], parts: tuple[torch.Tensor, ...], *, causal: bool
     ) -> torch.Tensor:
-        """What ``kernel`` returns for queries, keys and values of which this rank has ``parts``.
+        """The result of ``kernel`` for queries, keys and values; this rank has their ``parts``.
 
         Raises:
             ValueError: for attention that torch does not split.
@@ -80,9 +80,9 @@ class ContextParallel:
                 f"{parts[1].shape[_SEQUENCE_DIM]} keys on a rank that has {self.length} positions"
             )
         if self._causal not in (None, causal):
-            raise self.refused("causal attention beside attention that is not (one of both only)")
+            raise self.refused("both causal and non-causal attention (only one of them can be)")
         self._causal = causal
-        # As torch wants it: each rank has a part of the head and one of the tail, if causal.
+        # As torch requires for causal attention: each rank has a part of the head and of the tail.
         _cp_options.enable_load_balance = causal
         over = [DTensor.from_local(t, self.mesh, [Shard(_SEQUENCE_DIM)], run_check=False)
                 for t in parts]  # fmt: skip
@@ -102,13 +102,13 @@ class ContextParallel:
         )
 
     def _check_module(self, module: nn.Module, args: Any) -> None:
-        """Refuse recurrence by its module: without a kernel of its own, for a dtype or on a
-        processor, it is an operator for each position, and none of them says what it is of."""
+        """Refuse recurrence by its module: for some dtypes and processors there is no kernel, but
+        an operator for each position, which does not show that it is part of a recurrence."""
         if isinstance(module, nn.RNNBase | nn.RNNCellBase):
             raise self.refused(f"the recurrence of {type(module).__name__}")
 
     def check(self, func: Any, result: Any) -> None:
-        """Refuse an operator in which positions meet, but for the attention that is split."""
+        """Refuse an operator that combines positions, except the attention that is split."""
         name = operator_name(func)
         if name in _SOFTMAX and result.ndim > 2 and result.shape[-2:] == (self.length,) * 2:
             raise self.refused(
@@ -122,7 +122,7 @@ class ContextParallel:
         self._allowed.add(func)
 
     def check_whole(self) -> None:
-        """Check, of all of a model, that it has attention to split.
+        """Check that the whole model has attention to split.
 
         Raises:
             ValueError: if it has none.
@@ -131,8 +131,8 @@ class ContextParallel:
             raise self.refused("this model, which calls no such attention")
 
     def conclude(self) -> list[str]:
-        """What the trace assumes, as sentences; nothing without attention, as in a stage that
-        embeds tokens."""
+        """The assumptions of the trace, as sentences; none without attention, as in a stage that
+        only embeds tokens."""
         from torch.distributed.tensor.experimental._attention import _cp_options
 
         if self._causal is None:
@@ -161,7 +161,7 @@ class AttentionKernels:
 
     Args:
         choice: one of `KINDS`, or "auto".
-        context: over which sequences are split; None: each rank has whole ones.
+        context: the ranks that divide sequences; None: each rank has whole sequences.
     """
 
     def __init__(self, choice: str, context: ContextParallel | None = None) -> None:
@@ -206,7 +206,7 @@ class AttentionKernels:
     def _flash(
         self, qkv: tuple[torch.Tensor, ...], dropout_p: float, causal: bool, options: dict[str, Any]
     ) -> torch.Tensor:
-        """The kernel takes widths that are multiples of 8: others are padded, and cut again."""
+        """The kernel takes widths that are multiples of 8; other widths are padded and cut."""
         width = qkv[0].shape[-1]
         missing = -width % 8
         if missing:
@@ -223,7 +223,7 @@ class AttentionKernels:
         return self._context.attend(kernel, qkv, causal=causal)
 
     def notes(self) -> list[str]:
-        """A sentence for each reason for which attention has its scores in memory."""
+        """A sentence for each reason that attention has its scores in memory."""
         return [
             f"Attention without a fused kernel, {plural(calls, 'call')}: {why}"
             for why, calls in self._without_kernel.items()
@@ -276,7 +276,7 @@ def _against(kind: str, call: tuple) -> str | None:
         if mask is not None:
             return "there is a mask"
         if q.shape[-1] != v.shape[-1]:
-            return f"heads of queries have width {q.shape[-1]}, those of values {v.shape[-1]}"
+            return f"heads of queries have width {q.shape[-1]}, heads of values {v.shape[-1]}"
         if causal and q.shape[-2] != k.shape[-2]:
             return "causal attention of as many keys as queries only"
     return None
@@ -294,7 +294,7 @@ def _against_efficient(q: torch.Tensor, v: torch.Tensor, grouped: bool) -> str |
 
 
 def _bias(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
-    """A mask is added to the scores; of booleans a tensor of numbers is made."""
+    """The mask as a tensor to add to the scores; boolean masks are converted."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:

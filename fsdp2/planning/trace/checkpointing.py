@@ -17,8 +17,8 @@ from torch.utils.checkpoint import (
 
 MODES = ("none", "selective", "full")
 
-# Expensive operations whose results `selective` keeps, besides every second matrix multiplication.
-# The list is that of torchtitan's op-level selective checkpointing (torchtitan/models/llama3,
+# Expensive operations whose results `selective` keeps, in addition to every second matrix
+# multiplication. From torchtitan's op-level selective checkpointing (torchtitan/models/llama3,
 # _save_list).
 _KEPT = frozenset(
     f"aten::{name}"
@@ -40,7 +40,7 @@ def checkpointed(
     """Context in which ``module`` recomputes its activations in backward.
 
     Args:
-        around: makes the context of each forward, the first and the repeated one.
+        around: creates the context of each forward, the original and the repeated one.
         mode: "none"; "full": only inputs are kept; "selective": results of attention and of every
             second matrix multiplication are kept, too.
 
@@ -83,7 +83,7 @@ def _selective_contexts() -> Any:
 
 
 class Selective:
-    """What "selective" does about the operators of a forward, one after the other."""
+    """The decisions of "selective" about the operators of a forward, one after the other."""
 
     def __init__(self) -> None:
         self._num_matmuls = 0

@@ -30,7 +30,7 @@ from .meter import StorageMeter
 
 FUSED = "inductor::fused"
 _RNG_STATE_BYTES = 5056  # of the CPU; of CUDA fewer
-# Of what ``nn.Module`` itself has in its attributes, only whether it trains decides.
+# Of the attributes of ``nn.Module`` itself, only ``training`` affects a forward.
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 
@@ -84,7 +84,7 @@ class Compiler:
         made = self._made.get(str(key))
         if made is None:
             made = self._traced(call.on(leaves, spec), checkpointing)
-            # The first call traces; with what it computes nothing is done.
+            # The first call traces; its result is not used.
             hooks = torch.autograd.graph.saved_tensors_hooks(_same, _same)
             before = self._num_events()
             try:
@@ -117,7 +117,7 @@ class Compiler:
         )
 
     def _structure(self, module: nn.Module) -> Any:
-        """What decides what a forward does, as far as attributes say it."""
+        """The attributes that determine a forward."""
         found = []
         for name, inner in module.named_modules(remove_duplicate=False):
             own = {k: self._plain(v) for k, v in vars(inner).items() if k not in _INTERNAL}
@@ -151,8 +151,8 @@ def check_compiled(
         checkpoint_modules: names of the modules that may be checkpointed.
 
     Raises:
-        ValueError: for a name that is no module's, and a module with a unit, a checkpointed module
-            or another compiled one in it: their hooks would be in the middle of its graph.
+        ValueError: for an unknown name, and for a module that contains a unit, a checkpointed
+            module or another compiled one: their hooks would be in the middle of its graph.
     """
     for name in names:
         if name not in modules:
@@ -261,7 +261,7 @@ def _partition(checkpointing: str) -> Callable[..., Any]:
 
 
 def _tag(joint: Graph, checkpointing: str) -> None:
-    """Note at operators of forward what checkpointing does about them, as torch.compile does."""
+    """Mark each operator of forward with checkpointing's decision, as torch.compile does."""
     selective = Selective()
     for node in joint.nodes:
         if node.op != "call_function" or node.meta.get("partitioner_tag") == "is_backward":
@@ -310,7 +310,7 @@ class Program:
         return [values[n] if isinstance(n, Node) else n for n in self._outputs]
 
     def _run_fused(self, kernel: Kernel, values: dict[Node, Any], reused: list[Node]) -> None:
-        # Their memory is that of a result, so it is free before that is allocated.
+        # A result reuses their memory, so it is freed before the result is allocated.
         _drop(values, reused)
         for node in kernel.nodes:
             if node in kernel.made:
@@ -325,7 +325,7 @@ def _call(node: Node, values: dict[Node, Any]) -> Any:
     target: Any = node.target
     given: Any = (node.args, node.kwargs)
     args, kwargs = cast(Any, map_arg(given, values.__getitem__))
-    # What wraps random operators that are recomputed, in older torch all attention.
+    # The wrappers of recomputed random operators; in older torch, of all attention.
     wrapper = target.name() if isinstance(target, HigherOrderOperator) else ""
     if wrapper == "run_with_rng_state":
         return args[1](*args[2:], **kwargs)
@@ -343,8 +343,8 @@ def _drop(values: dict[Node, Any], nodes: Sequence[Node]) -> None:
 def _lives(
     kernels: Sequence[Kernel], inputs: Sequence[Node], output: Node
 ) -> tuple[list[list[Node]], list[list[Node]]]:
-    """The nodes that nothing needs any more: at the beginning and after each kernel; and of each
-    kernel those whose memory it writes a result into."""
+    """The nodes that nothing needs any more, at the beginning and after each kernel; and for each
+    kernel, the nodes whose memory a result reuses."""
     last: dict[Node, int] = dict.fromkeys(inputs, 0)
     for i, kernel in enumerate(kernels, 1):
         last |= dict.fromkeys((*kernel.nodes, *kernel.reads), i)

@@ -25,7 +25,7 @@ class CallKind(Enum):
 
 
 class Event:
-    """What happens in a step."""
+    """An event in a step."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Gradient(Event):
     Attributes:
         param: index into `StepTrace.params`.
         nbytes: bytes of its memory, which counted as an activation until now.
-        dtype: in which autograd made it.
-        storage: the number of that memory in ``Compute.memory``.
+        dtype: the dtype in which autograd made it.
+        storage: the number of its memory in ``Compute.memory``.
     """
 
     param: int
@@ -69,7 +69,7 @@ class Operation:
         nbytes: bytes read and written.
         dtype: dtype of the operands.
         attention: whether it is a fused attention kernel.
-        operator: its name, "namespace::name", if it stands for a call of one.
+        operator: the operator's name, "namespace::name", if the kernel is a call of one.
     """
 
     flops: int
@@ -99,9 +99,9 @@ class Compute(Event):
     Attributes:
         peak: peak bytes of activations during them, relative to the beginning.
         net: bytes of activations at the end, relative to the beginning.
-        memory: what is allocated and freed, in order: the number of a storage and its bytes, which
-            are 0 where it is freed.
-        num_recomputed: how many of the operations are of a forward that backward repeats.
+        memory: allocations and frees in order: the number of a storage and its bytes, or 0 if it
+            is freed.
+        num_recomputed: how many of the operations belong to a forward that backward repeats.
     """
 
     operations: tuple[Operation, ...]
@@ -119,13 +119,13 @@ class Compute(Event):
 class ModelExchange(Event):
     """A collective of the model itself, which compute waits for.
 
-    Tokens that travel between the ranks of experts, what tensor parallelism adds up and gathers, or
-    keys and values of other parts of a sequence.
+    It moves tokens between the ranks of experts, partial results of tensor parallelism, or keys and
+    values of other parts of a sequence.
 
     Attributes:
-        nbytes: bytes of the whole data that is gathered, scattered or reduced; of an all-to-all,
-            those that a rank sends, to itself too.
-        ranks: of the group.
+        nbytes: bytes of the whole data that is gathered, scattered or reduced; for an all-to-all,
+            the bytes that a rank sends, also to itself.
+        ranks: number of ranks of the group.
         kind, group: as in `Collective`.
         number: of the `ExchangeEnd` at which compute waits for it; None: it waits at once.
     """
@@ -146,10 +146,10 @@ class ExchangeEnd(Event):
 
 @dataclass(frozen=True)
 class HostCopy(Event):
-    """A saved tensor begins to travel between device and host, beside compute.
+    """The copy of a saved tensor between device and host begins, in parallel to compute.
 
     Attributes:
-        number: of the copy.
+        number: the number of the copy.
         kind: "to host" or "to device".
         nbytes: its bytes.
     """
@@ -173,7 +173,7 @@ class StartOfBackward(Event):
 
 @dataclass(frozen=True)
 class StartOfWeights(Event):
-    """A backward that is split has made the gradients of inputs; those of weights follow."""
+    """A split backward has made the gradients of inputs; the gradients of weights follow."""
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,8 @@ class ParamInfo:
         name: its first qualified name.
         dtype: dtype of storage.
         param_dtype: the ``param_dtype`` that the mixed-precision policy gives it.
-        num_experts: if it belongs to experts on a mesh of their own: how many there are. Then dim 0
-            of ``shape`` counts those of one rank. None: it does not.
+        num_experts: number of experts, if it belongs to experts on a separate mesh; dim 0 of
+            ``shape`` then counts the experts of one rank. None: it does not.
         made_dtype: its dtype before it was sharded; None: ``dtype``.
         is_embedding: whether it is the weight of exactly one ``nn.Embedding``.
     """
@@ -230,10 +230,10 @@ class StepTrace:
         host_bytes: the most host memory that offloaded activations use.
         nbytes: bytes that all operations read and write.
         uncosted: the operators without a cost, by name.
-        notes: what the trace assumes, as sentences.
-        outputs: shapes and dtypes of what a stage of a pipeline sends.
-        sent_bytes: of these.
-        returned_bytes: of the gradients of what a stage of a pipeline receives.
+        notes: assumptions of the trace, as sentences.
+        outputs: shapes and dtypes of the tensors that a stage of a pipeline sends.
+        sent_bytes: bytes of these tensors.
+        returned_bytes: bytes of the gradients that a stage of a pipeline sends back.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -277,7 +277,7 @@ class StepTrace:
 
     @cached_property
     def trained(self) -> frozenset[str]:
-        """Names of the parameters that get a gradient; some may be used by nothing."""
+        """Names of the parameters that get a gradient; some may be unused."""
         numbers = {event.param for event in self.events if isinstance(event, Gradient)}
         return frozenset(self.params[number].name for number in numbers)
 

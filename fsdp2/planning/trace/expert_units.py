@@ -1,4 +1,4 @@
-"""Experts on a mesh of their own: their units, in a model that is not sharded yet, and ranks."""
+"""Experts on a separate mesh: their units, in a model that is not sharded yet, and their ranks."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from ...wrap import UnitDescription, as_policy
 
 @dataclass(frozen=True)
 class InnerTopology(Topology):
-    """The placement of ranks where a mesh has one more dim, the last, of consecutive ranks.
+    """The placement of ranks if the mesh has one more dim, the last one, of consecutive ranks.
 
     Attributes:
-        experts: ranks over which experts are distributed, of all, tensor-parallel ones too.
-        tensor: ranks that share the operators of a tensor-parallel model; the other dims count
-            such groups.
-        context: ranks, or such groups, that have parts of the same sequences: consecutive ones of
-            those that share a parameter.
-        pipeline: ranks of a pipeline, the first dim of the mesh.
+        experts: number of ranks over which experts are distributed, including tensor-parallel ones.
+        tensor: number of tensor-parallel ranks; the other dims count groups of them.
+        context: number of context-parallel ranks or groups: consecutive ones among those that
+            shard a parameter.
+        pipeline: number of pipeline ranks, the first dim of the mesh.
     """
 
     experts: int = 1
@@ -34,7 +33,7 @@ class InnerTopology(Topology):
     @override
     def ring(self, group: str, secondary_size: int = 0) -> Ring:
         """As in `Topology`; also over "tensor", "context", "pipeline", "experts", and "expert
-        shard": ranks with the same ones."""
+        shard" (ranks with the same experts)."""
         data_ranks = self.num_shards * self.num_replicas
         if group in ("experts", "expert shard"):
             alike = data_ranks * self.tensor // self.experts
@@ -89,7 +88,7 @@ def experts_of(model: nn.Module, experts: Any) -> list[str]:
 def with_experts(
     units: Sequence[UnitDescription], experts: Sequence[str]
 ) -> tuple[UnitDescription, ...]:
-    """The units where `shard_experts` is called for ``experts`` before the others are made."""
+    """The units if `shard_experts` is called for ``experts`` before the other units are made."""
     if not experts:
         return tuple(units)
     own: dict[str, list[str]] = {name: [] for name in experts}

@@ -1,9 +1,9 @@
 """FlexAttention on fake tensors: one kernel forward and one backward, as compiled on CUDA.
 
 torch refuses its backward on the CPU, so the operator below ``flex_attention`` is replaced while a
-step is traced. The kernel skips blocks of scores that the mask leaves out entirely. How many those
-are is read from the mask; of a mask that is made on fake tensors, inside the model, its function is
-evaluated at points of every block.
+step is traced. The kernel skips blocks of scores that the mask leaves out entirely. Their number is
+read from the mask. If the mask is made on fake tensors, inside the model, its function is evaluated
+at points of every block.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .meter import StorageMeter
 from .op_costs import repeated_heads
 
 _MODULE = "torch.nn.attention.flex_attention"
-_NO_OP_BLOCK = 1 << 30  # the size of blocks of the mask that torch makes where there is none
+_NO_OP_BLOCK = 1 << 30  # the block size of the mask that torch makes if there is none
 _MAX_POINTS = 1 << 24  # at which a mask is evaluated
 
 
@@ -90,8 +90,8 @@ class _Flex:
     def _captured(self, score_mod: Any, query: torch.Tensor) -> list[torch.Tensor]:
         """Tensors that a score_mod uses and that need gradients (a trained bias).
 
-        It is called, as it may reach them in any way: through a module, a list, another function.
-        Without gradients, or what it makes of them would be found too.
+        They are found by calling it, as it may reach them through a module, a list or another
+        function. Gradients are off, so its intermediate results are not found.
         """
         with self._meter.paused(), torch.no_grad(), _Trained() as trained:
             score = query.new_empty(1)
@@ -163,7 +163,7 @@ class _Trained(TorchFunctionMode):
 
 
 class _FlexAttention(torch.autograd.Function):
-    """What the kernels read, write and keep: out, and one number per query."""
+    """The tensors that the kernels read, write and keep: out, and one number per query."""
 
     @staticmethod
     @override

@@ -1,26 +1,27 @@
-"""Which operators of a graph a compiler runs as one kernel: a rule, simpler than TorchInductor's.
+"""Decides which operators of a graph a compiler fuses, by a simpler rule than TorchInductor's.
 
-The graph is one of aten operators without autograd, forward or backward, as AOTAutograd gives it to
-a compiler. Operators are of four kinds: pointwise (torch marks them, ``torch.Tag.pointwise``; and
-those that only move elements, `_MOVES`); reductions (`_REDUCTIONS`); views; and all others, each of
-which is a kernel of its own: multiplications, attention, operators of other libraries, operators on
-complex numbers (for which TorchInductor generates no code), and those that write in place.
+The graph has aten operators without autograd, forward or backward, as AOTAutograd passes it to a
+compiler. There are four kinds of operators: pointwise ones (which torch marks with
+``torch.Tag.pointwise``, and those that only move elements, `_MOVES`), reductions (`_REDUCTIONS`),
+views, and all others. Each of the others is a separate kernel: multiplications, attention,
+operators of other libraries, operators on complex numbers (for which TorchInductor generates no
+code), and operators that write in place.
 
 1. *What is in memory.* A pointwise operator is computed wherever its result is read. The result is
-   in memory only if the caller gets it or one of the others reads it; or if more than one reads it
-   and it depends on more than `_READS` tensors in memory; or on more than `_MOST_READS`. (These are
-   TorchInductor's ``realize_reads_threshold`` and ``realize_acc_reads_threshold``.) Results of
-   reductions are in memory.
-2. *What is one kernel.* What is in memory after 1. has a loop of its own, over the elements of a
-   pointwise result, or over those that a reduction reads. Loops join if one reads the result of the
-   other or both read the same tensor, unless something has to run in between: if they have as many
-   elements; if a pointwise one has as many as a reduction makes (its root in a norm); two
-   reductions if they are over the same dims, so sums over rows and over columns never join.
-3. *What is moved.* A kernel reads each tensor once, and writes what others read, or the caller
-   gets. What only it reads is not in memory after all.
+   in memory only if the caller gets it or one of the other operators reads it; if several operators
+   read it and it depends on more than `_READS` tensors in memory; or if it depends on more than
+   `_MOST_READS`. (These are TorchInductor's ``realize_reads_threshold`` and
+   ``realize_acc_reads_threshold``.) Results of reductions are in memory.
+2. *What is one kernel.* Each result in memory after 1. has a loop, over the elements of a pointwise
+   result, or over the elements that a reduction reads. Loops are candidates to join if one reads
+   the result of the other or both read the same tensor, and nothing must run in between. They join
+   if they have equally many elements, or if a pointwise loop has as many as a reduction makes (its
+   root in a norm). Two reductions join only if they are over the same dims.
+3. *What is moved.* A kernel reads each tensor once, and writes the results that other kernels read
+   or the caller gets. Results that only the kernel itself reads are not in memory after all.
 
-Not here: results of multiplications that their kernels change at once (templates of max-autotune),
-tiles, and limits on the size of a kernel.
+Not modelled: results of multiplications that their kernels change at once (templates of
+max-autotune), tiles, and limits on the size of a kernel.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from torch.fx import Graph, Node
 from .op_costs import has_no_kernel, nbytes_of, operator_name, reads_selected_rows
 
 _READS, _MOST_READS = 4, 8
-# What a loop reads: the tensor in memory, and the views through which, with bytes.
+# What a loop reads: tensors in memory, each with its views and bytes.
 _Reads = dict[tuple[Node, ...], int]
 
 _MOVES = frozenset(
@@ -58,21 +59,21 @@ _REDUCTIONS = frozenset(
         *("native_layer_norm", "native_layer_norm_backward", "native_group_norm"),
     )
 )
-# They make views, but their schemas do not say so.
+# They make views, but their schemas do not show it.
 _VIEWS = frozenset(("aten::_unsafe_view", "aten::detach", "aten::alias", "aten::lift_fresh"))
 
 
 @dataclass(eq=False)
 class Kernel:
-    """Operators that run as one.
+    """Operators that run as one kernel.
 
     Attributes:
-        nodes: of the graph: those that it makes, with views of them.
-        fused: whether it is made of pointwise operators and reductions.
+        nodes: the nodes of the graph that it computes, and views of them.
+        fused: whether it consists of pointwise operators and reductions.
         reads: the nodes that it reads.
         made: if fused, the nodes whose results are in memory afterwards.
         nbytes: if fused, bytes that it reads and writes.
-        dtype: of what it reads.
+        dtype: dtype of its inputs.
     """
 
     nodes: list[Node]
@@ -87,7 +88,9 @@ class Kernel:
 @dataclass
 class _Loop:
     points: int  # elements
-    rows: tuple[int, bool] | None  # of a reduction: what it makes, and whether of the last dim
+    rows: (
+        tuple[int, bool] | None
+    )  # of a reduction: elements of its result, and whether it is over the last dim
     reads: _Reads
 
 
@@ -143,7 +146,7 @@ def values_of(node: Node) -> list[torch.Tensor]:
 
 
 def _maker(node: Node) -> Node:
-    """What a node goes along with: the operator that it is a view of the result of."""
+    """The operator that a node belongs to: if it is a view, the maker of the result."""
     while _is_view(node):
         node = node.all_input_nodes[0]
     return node
@@ -188,7 +191,7 @@ def _loop_of(node: Node, inlined: dict[Node, _Reads]) -> _Loop | None:
 
 
 def _reads_of(node: Node, inlined: dict[Node, _Reads]) -> _Reads:
-    """What is read from memory for a node, through operators that are computed on the way."""
+    """The reads from memory for a node, also through operators computed on the way."""
     reads: _Reads = {}
     for source in node.all_input_nodes:
         if not values_of(source):
@@ -225,7 +228,7 @@ def _is_in_memory(node: Node, reads: _Reads) -> bool:
 
 
 def _reduces_last(node: Node, num_dims: int) -> bool:
-    """Whether a reduction is over the last of so many dims, too."""
+    """Whether a reduction includes the last of ``num_dims`` dims."""
     dims = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
     numbers = [dims] if isinstance(dims, int) else dims
     if not isinstance(numbers, list | tuple) or not numbers:
@@ -237,7 +240,7 @@ def _reduces_last(node: Node, num_dims: int) -> bool:
 
 
 def _join_others(kernel: Kernel, owner: dict[Node, Kernel]) -> None:
-    """Let a new kernel join those that it reads from, and those that read the same."""
+    """Join a new kernel with kernels that it reads from, or that read the same tensors."""
     assert kernel._loop is not None
     sources = [path[0] for path in kernel._loop.reads]
     near = [owner[n] for n in sources if n in owner]
@@ -312,7 +315,7 @@ def _read_by(kernel: Kernel) -> list[Node]:
 def _in_order(
     kernels: Sequence[Kernel], owner: dict[Node, Kernel], place: dict[Node, int]
 ) -> list[Kernel]:
-    """Each after those that it reads from, otherwise by the place of its last operator."""
+    """Sort kernels: each after those that it reads from, otherwise by its last operator."""
     rank = {kernel: max(place[node] for node in kernel.nodes) for kernel in kernels}
     numbered = {rank[kernel]: kernel for kernel in kernels}
     waits = {kernel: set(_sources(kernel, owner)) for kernel in kernels}
@@ -335,7 +338,7 @@ def _in_order(
 
 
 def _measure(kernel: Kernel, owner: dict[Node, Kernel], shown: set[Node]) -> None:
-    """What it reads and writes, of which others read what is ``shown``."""
+    """Compute what a kernel reads and writes; other kernels read the nodes in ``shown``."""
     assert kernel._loop is not None
     of_home: dict[Node, int] = {}
     for path, nbytes in kernel._loop.reads.items():

@@ -1,9 +1,10 @@
 """The kernels of an accelerator, in a step that is traced on fake tensors of the CPU.
 
-torch chooses kernels by device, and only those of the CPU can be asked without an accelerator (fake
-CUDA tensors have no backward on a build or a machine without CUDA). So operators that CUDA runs as
-one kernel, and the CPU as several, are replaced while a step is traced: attention, RMS norm and
-dropout. Each replacement saves for backward what CUDA's saves, and costs one kernel.
+torch chooses kernels by device. Without an accelerator, only CPU kernels are available: fake CUDA
+tensors have no backward on a build or a machine without CUDA. So operators that CUDA runs as one
+kernel, and the CPU as several, are replaced while a step is traced: attention, RMS norm and
+dropout. Each replacement saves the same tensors for backward as the CUDA kernel, and costs one
+kernel.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from .meter import StorageMeter
 
 @dataclass(frozen=True)
 class Kernels:
-    """Which kernels a step runs, for `estimate` and `plan`.
+    """The kernels that a step runs, for `estimate`, `predict` and `plan`.
 
     Attributes:
-        device: "cuda": the fused kernels of accelerators; "cpu": those of the CPU.
+        device: "cuda": the fused kernels of accelerators; "cpu": CPU kernels.
         attention: the kernel of ``scaled_dot_product_attention``: "flash", "efficient", "cudnn" or
-            "math" (scores in memory). "auto" chooses as CUDA does: flash if it can, then efficient,
-            then math; kernels that ``torch.nn.attention.sdpa_kernel`` switches off are left out.
-        fused_norms: whether RMS norms are one kernel, as on CUDA where input and weight have the
-            same dtype.
+            "math" (scores in memory). "auto" chooses as torch does on CUDA: flash if possible, then
+            efficient, then math, without kernels that ``torch.nn.attention.sdpa_kernel`` disables.
+        fused_norms: whether RMS norms are one kernel, as on CUDA if input and weight have the same
+            dtype.
 
     Raises:
         ValueError: for an unknown device or attention kernel.
@@ -56,7 +57,7 @@ class Kernels:
 
 
 def kernels_of(kernels: Kernels | None, device_type: str) -> Kernels:
-    """``kernels``, or those of the device.
+    """``kernels``, or the device's kernels if it is None.
 
     Raises:
         TypeError: for anything else.
@@ -76,8 +77,8 @@ def traced_kernels(
 
     Args:
         meter: what counts the operations.
-        notes: gets sentences about what was chosen, when the context ends.
-        context: over which sequences are split; None: each rank has whole ones.
+        notes: receives sentences about the chosen kernels when the context ends.
+        context: the ranks that divide sequences; None: each rank has whole sequences.
     """
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
@@ -91,14 +92,14 @@ def traced_kernels(
             }
             if kernels.fused_norms:
                 made["rms_norm"] = lambda *args, **kwargs: _rms_norm(meter, *args, **kwargs)
-            # Python keeps what an operator was dispatched to in a graph that was traced, and would
-            # take a kernel that is gone, or not take one that has come: forgotten at both ends.
+            # In a traced graph, Python caches the kernel that an operator was dispatched to. The
+            # cache is cleared at both ends, since kernels have been added or removed.
             replaced = [getattr(torch.ops.aten, name).default for name in made]
             stack.callback(_forget_dispatch, replaced)  # once the library is gone
             library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
             for (name, replacement), original in zip(made.items(), replaced, strict=True):
-                # In every thread, until the context ends: so real tensors take the way they took.
-                # Those of graphs that are traced for a compiler, which fuses norms by itself.
+                # In every thread, until the context ends, so real tensors are dispatched as before;
+                # also tensors of graphs that are traced for a compiler, which fuses norms itself.
                 kinds = (FakeTensor,) if name == "rms_norm" else (FakeTensor, FunctionalTensor)
                 library.impl(name, _for_fakes(replacement, original, kinds), "AutogradCPU")
             _forget_dispatch(replaced)
@@ -150,7 +151,7 @@ def _rms_norm(
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """What ``aten::_fused_rms_norm`` reads, writes and keeps: x and one number per row."""
+    """Reads, writes and keeps as ``aten::_fused_rms_norm`` does: x and one number per row."""
 
     @staticmethod
     @override

@@ -1,9 +1,9 @@
-"""Results of operators on fake tensors, made anew without asking torch what they look like.
+"""A cache of the results of operators on fake tensors.
 
-Blocks of a model call the same operators on tensors of the same shapes, hundreds of times. What an
-operator returns for fake tensors, and what it costs, follows from their metadata. torch remembers
-results, too (`FakeTensorMode.cache`), but forms a key in Python for every call that takes longer
-than all else here: with this memory a trace takes half of the time.
+Blocks of a model call the same operators on tensors of the same shapes, hundreds of times. The
+metadata of fake tensors determine the result of an operator, and its cost. torch has a cache, too
+(`FakeTensorMode.cache`), but its keys take longer to form than everything here. With this cache, a
+trace takes half of the time.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .op_costs import OpCost
 
-# Arguments that say all about themselves by type and value: 1, 1.0 and True are equal.
+# Arguments that are identified by type and value: 1, 1.0 and True are equal.
 _PLAIN = {
     bool, int, float, complex, str, type(None),
     torch.dtype, torch.device, torch.layout, torch.memory_format,
 }  # fmt: skip
-# Operators whose results, or arguments afterwards, do not follow from metadata.
+# Operators whose results, or changed arguments, do not follow from metadata.
 _UNKNOWN_TAGS = {
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
@@ -37,16 +37,16 @@ _Make = Callable[[Sequence[FakeTensor]], Any]
 
 
 class _UnknownError(Exception):
-    """Something whose metadata does not say all."""
+    """A value that its metadata does not determine."""
 
 
 @dataclass(frozen=True)
 class KnownResult:
-    """What a call returned.
+    """The result of a call.
 
     Attributes:
-        make: from the tensors among the arguments.
-        cost: None if there is no kernel.
+        make: makes the result from the tensors among the arguments.
+        cost: the cost; None if there is no kernel.
     """
 
     make: _Make
@@ -72,11 +72,11 @@ class KnownResults:
         self._results: dict[Hashable, KnownResult | None] = {}
 
     def call_of(self, func: Any, args: tuple, kwargs: dict) -> OpCall | None:
-        """What decides the result of a call; None if its arguments do not say all of it.
+        """The identity of a call; None if its arguments do not determine the result.
 
         Args:
-            func: any operator; only those of torch itself are remembered.
-            args: with fake tensors, in lists and tuples, too.
+            func: any operator; only torch's operators are cached.
+            args: arguments with fake tensors, also in lists and tuples.
         """
         if type(func) is not OpOverload:  # an operator of higher order
             return None
@@ -88,11 +88,11 @@ class KnownResults:
         return OpCall(key, func, args, kwargs, tensors) if tensors else None
 
     def find(self, call: OpCall) -> KnownResult | None:
-        """What such a call returned before; None if that is not known."""
+        """The result of an equal call; None if it is not cached."""
         return self._results.get(call.key)
 
     def keep(self, call: OpCall, result: Any, cost: OpCost | None) -> None:
-        """Remember ``result``, if it can be made anew."""
+        """Cache ``result``, if it can be made again."""
         if call.key in self._results:
             return
         self._results[call.key] = None

@@ -1,4 +1,4 @@
-"""What a step computes: operators, their cost, and the memory of their results."""
+"""Measures the computation of a step: operators, their cost, and the memory of their results."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ class Awaited(NamedTuple):
     """A collective in flight.
 
     Attributes:
-        number: by which it is known.
-        at_use: whether it is waited for when something reads its result, and not by
-            ``wait_tensor``: that is called for fake tensors as soon as they are made, where a run
-            has tensors that wait by themselves.
+        number: its number.
+        at_use: whether compute waits when something reads the result, and not at ``wait_tensor``.
+            For fake tensors, ``wait_tensor`` is called as soon as they are made; in a run, such
+            tensors wait when they are used.
     """
 
     number: int
@@ -87,10 +87,10 @@ class StorageMeter(TorchDispatchMode):
     """Counts the storages allocated inside the context, and the cost of operations.
 
     Args:
-        device_type: the device whose kernels fake tensors stand for.
+        device_type: the device whose kernels fake tensors represent.
         on_collective: called with the kind of each functional collective, the bytes of its whole
-            data and its group, after what came before it was counted; says when it is waited for.
-        on_wait: called with its number, then.
+            data and its group, after earlier operations were counted; returns an `Awaited`.
+        on_wait: called with the number of a collective when compute waits for it.
         on_operator: called with every other operator and its result.
 
     Attributes:
@@ -164,7 +164,7 @@ class StorageMeter(TorchDispatchMode):
         return result
 
     def _result_and_cost(self, func: Any, args: tuple, kwargs: dict) -> tuple[Any, OpCost | None]:
-        """What an operator returns on the device, and what it costs; None: there is no kernel."""
+        """An operator's result on the device, and its cost; None: there is no kernel."""
         call = self._known.call_of(func, args, kwargs)
         known = None if call is None else self._known.find(call)
         if call is not None and known is not None:
@@ -189,7 +189,7 @@ class StorageMeter(TorchDispatchMode):
         kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
         kind = next((each for each in kinds if name.startswith(each)), None)
         if kind is None:
-            raise ValueError(f"The model calls the collective {name}, whose cost nobody knows")
+            raise ValueError(f"The model calls the collective {name}, whose cost is unknown")
         assert self._on_collective is not None, "no collectives without DTensors"
         whole = result if kind == "all_gather" else args[0]
         if kind == "all_to_all" and _goes_to_one_rank(args[2]):
@@ -208,14 +208,14 @@ class StorageMeter(TorchDispatchMode):
                 self._wait(tensor.untyped_storage())
 
     def _wait(self, storage: torch.UntypedStorage) -> None:
-        """Wait for the collective whose result is there, if it is in flight."""
+        """Wait for the collective whose result is in ``storage``, if it is in flight."""
         awaited = self._in_flight.pop(storage._cdata, None)
         if awaited is not None:
             assert self._on_wait is not None
             self._on_wait(awaited.number)
 
     def _continue(self, old: torch.UntypedStorage, new: torch.UntypedStorage) -> None:
-        """Count ``new`` instead: fake tensors have another storage where a run has the same."""
+        """Count ``new`` instead of ``old``: in a run, both would be the same storage."""
         if old._cdata == new._cdata or old._cdata not in self._tracked:
             return
         reference, nbytes, number = self._tracked[old._cdata]
@@ -245,7 +245,7 @@ class StorageMeter(TorchDispatchMode):
         flops: int = 0,
         attention: bool = False,
     ) -> None:
-        """Add a kernel that no operator stands for."""
+        """Add a kernel that is not an operator."""
         used = [t for t in (*read, *written) if t is not None]
         nbytes = sum(map(nbytes_of, used))
         self.count(Operation(flops, nbytes, used[0].dtype, attention))
@@ -310,11 +310,11 @@ class StorageMeter(TorchDispatchMode):
 
     @property
     def num_operations(self) -> int:
-        """How many there were since the last `take`."""
+        """Number of operations since the last `take`."""
         return len(self._operations)
 
     def take(self) -> Compute | None:
-        """What happened since the last call; None if nothing did."""
+        """The computation since the last call; None if there was none."""
         if not self._operations and not self._memory:
             return None
         done = Compute(
@@ -334,5 +334,5 @@ class StorageMeter(TorchDispatchMode):
 
 
 def _goes_to_one_rank(sizes: Any) -> bool:
-    """Whether an all-to-all with these sizes of what is sent is one message."""
+    """Whether an all-to-all with these send sizes is a single message."""
     return sum(1 for size in sizes if size) == 1

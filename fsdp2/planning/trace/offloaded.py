@@ -1,7 +1,7 @@
-"""`offload_activations` in a trace: what leaves and comes back is decided as in a run.
+"""`offload_activations` in a trace: decides as in a run which activations are copied.
 
-The policy follows from sizes and from the order of a step, and both are those of the run: the very
-code of `fsdp2.offload` decides here, too. Only the copies are replaced, by events of the trace.
+The decision depends on sizes and on the order of a step, which are the same as in a run. So the
+code of `fsdp2.offload` runs here, too. Only its copies are replaced by events of the trace.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class CountedOffload(offload_activations):
     Args:
         model: with the stand-ins of its parameters.
         max_device_bytes: as in `offload_activations`.
-        meter: does not see what lies in host memory.
-        record: called with each copy, and where compute waits for one.
+        meter: does not count host memory.
+        record: called with each copy, and when compute waits for one.
     """
 
     _plain = FakeTensor
@@ -45,7 +45,7 @@ class CountedOffload(offload_activations):
 
     @override
     def _memory_of(self, device: torch.device) -> SavedMemory:
-        # Fake tensors are on the CPU, whichever device they stand for.
+        # Fake tensors are on the CPU, whichever device they represent.
         memory = self._memories.get(device)
         if memory is None:
             memory = CountedMemory(device, self._limit, self._meter, self._record)
@@ -77,14 +77,14 @@ class CountedMemory(SavedMemory):
 
     @override
     def _weakly(self, storage: Any, named: torch.Tensor) -> tuple[object, ...]:
-        # Not to the storage: that keeps its Python object, by whose end the meter knows that it was
-        # freed. The tensor is enough, as no trace has two of one storage with versions of their
-        # own that outlive each other.
+        # Not to the storage: this would keep its Python object alive, and the meter would not see
+        # that the storage is freed. The tensor is enough: no trace has two tensors of one storage
+        # with separate versions that outlive each other.
         return (torch._C._WeakTensorRef(named),)  # type: ignore[attr-defined]
 
     def _bytes_of(self, named: torch.Tensor) -> torch.Tensor:
-        """All of its storage."""
-        # As a tensor: fake mode keeps what `Tensor.set_` gets for good.
+        """The whole storage as bytes."""
+        # As a tensor: fake mode never frees the arguments of `Tensor.set_`.
         with self._meter.paused():
             flat = named.detach().as_strided(
                 (named.untyped_storage().nbytes() // named.itemsize,), (1,), 0
@@ -121,7 +121,7 @@ class CountedMemory(SavedMemory):
 
 
 def _copies(record: Record) -> Any:
-    """What `SavedMemory` uses of a `CopyStream`, where compute is one stream."""
+    """The part of a `CopyStream` that `SavedMemory` uses; all compute is on one stream."""
     return SimpleNamespace(
         compute=SimpleNamespace(wait_event=lambda number: record(CopyEnd(number))),
         is_capturing=lambda: False,
@@ -130,7 +130,7 @@ def _copies(record: Record) -> Any:
 
 
 class _HostBytes(HostMemory):
-    """Blocks that have sizes only."""
+    """Blocks without memory, which only have sizes."""
 
     def __init__(self, meter: StorageMeter) -> None:
         super().__init__(pin=False)
@@ -146,8 +146,8 @@ class _HostBytes(HostMemory):
 def counted_offload(
     model: nn.Module, max_device_bytes: int | None, meter: StorageMeter, record: Record
 ) -> AbstractContextManager[Any]:
-    """Context for the forward of ``model``, of a `CountedOffload`; does nothing where
-    ``max_device_bytes`` is None."""
+    """A `CountedOffload` for the forward of ``model``; does nothing if ``max_device_bytes`` is
+    None."""
     if max_device_bytes is None:
         return nullcontext()
     return CountedOffload(model, max_device_bytes, meter, record)

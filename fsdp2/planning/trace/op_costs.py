@@ -1,9 +1,9 @@
-"""What operators cost: FLOPs by operator, bytes read and written by their arguments.
+"""The cost of operators: FLOPs by operator, and bytes read and written by their arguments.
 
-Every operator costs the bytes that it reads and writes, so one that is bound by memory needs no
-entry. One that is bound by arithmetic needs a formula: torch's own (``torch.utils.flop_counter``),
-one of the table below, or one given by `register_cost`. An operator that has none, and is not known
-to be bound by memory, has no cost: `OpCost.known` is False, and its bytes are listed.
+Every operator costs the bytes that it reads and writes, so a memory-bound operator needs no entry.
+A compute-bound operator needs a formula: torch's (``torch.utils.flop_counter``), one from the table
+below, or one from `register_cost`. An operator without a formula that is not known to be
+memory-bound has no cost: `OpCost.known` is False, and its bytes are listed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OVERWRITES = frozenset(
     ("copy_", "fill_", "zero_", "uniform_", "normal_", "bernoulli_", "random_", "exponential_")
 )
 _ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
-# Namespaces whose operators are bound by memory, except those with a word below in their names.
+# Namespaces whose operators are memory-bound, except those with a word below in their names.
 _OF_TORCH = frozenset(("aten", "prims", "prim", "_c10d_functional", "c10d", "inductor"))
 # Parts of names between underscores: "relu_", "sqrt" and "cummax" are none of them.
 _ARITHMETIC = re.compile(
@@ -56,8 +56,8 @@ class OpCost:
     """The cost of one call.
 
     Attributes:
-        operation: the FLOPs are 0 if nothing says how many there are.
-        known: whether it has a formula, or is bound by memory.
+        operation: the FLOPs are 0 if they are unknown.
+        known: whether it has a formula, or is memory-bound.
     """
 
     operation: Operation
@@ -76,19 +76,20 @@ _registered: dict[str, _Entry] = {}
 def register_cost(
     operator: Any, flops: int | Formula = 0, nbytes: int | Formula | None = None
 ) -> None:
-    """Say what a custom operator costs, for `estimate` and `plan`.
+    """Register the cost of a custom operator, for `estimate`, `predict` and `plan`.
 
-    Operators of libraries, with kernels in CUDA or Triton, have no cost that could be found out:
-    they are listed, and are an error where they are more than 1 % of the bytes of a step. Forward
-    and backward are two operators; each needs its cost. A formula that was registered with torch
-    (``torch.utils.flop_counter.register_flop_formula``) is found, too.
+    The cost of library operators, with kernels in CUDA or Triton, is unknown. Results list such
+    operators; if they make up more than 1 % of the bytes of a step, an error is raised. Forward and
+    backward are two operators, and each needs its cost. Formulas registered with torch
+    (``torch.utils.flop_counter.register_flop_formula``) are used, too.
 
     Args:
         operator: the operator, ``torch.ops.library.name``, or its name, "library::name"; all
-            overloads cost the same.
-        flops: FLOPs of a call (two per multiply-add): a function of the operator's arguments and,
-            as keyword argument ``out``, its result; or a number. 0: it is bound by memory.
-        nbytes: bytes that a call reads and writes, as ``flops``. None: those of all its tensors.
+            overloads have the same cost.
+        flops: FLOPs of a call (two per multiply-add): a number, or a function of the operator's
+            arguments that gets the result as the keyword argument ``out``. 0: it is memory-bound.
+        nbytes: bytes that a call reads and writes, in the same form. None: the bytes of all its
+            tensors.
 
     Raises:
         TypeError: if ``operator`` is neither an operator nor a name with a namespace.
@@ -140,7 +141,7 @@ def operator_name(func: Any) -> str:
 
 
 def has_no_kernel(func: Any) -> bool:
-    """Whether an operator only makes a view, or allocates."""
+    """Whether an operator only makes a view or allocates."""
     schema = getattr(func, "_schema", None)  # operators of higher order have none
     returns = () if schema is None else schema.returns
     views = bool(returns) and all(
@@ -155,10 +156,10 @@ def reads_selected_rows(func: Any) -> bool:
 
 
 def may_copy(func: Any) -> bool:
-    """Whether an operator returns a view or a copy, by the operators of which torch composes it.
+    """Whether an operator is composite and returns a view or a copy.
 
-    They come to a dispatch mode from inside of a tensor subclass only; elsewhere, what they are
-    composed of does.
+    A dispatch mode sees such operators only inside a tensor subclass; elsewhere it sees the
+    operators that they are composed of.
     """
     return func in _VIEWS_OR_COPIES
 
@@ -188,7 +189,9 @@ def cost_of(func: Any, args: tuple, kwargs: dict, result: Any) -> OpCost | None:
         known = formula is not None or _is_memory_bound(namespace, name)
     attention = name.startswith(_ATTENTION)
     if attention and _causal(func, args, kwargs):
-        full_name += "_causal"  # reaches other FLOP/s, as kernels do not skip all that counts as 0
+        full_name += (
+            "_causal"  # reaches other FLOP/s: kernels do not skip everything that counts as 0
+        )
     return OpCost(Operation(flops, nbytes, dtype, attention, full_name), known)
 
 
@@ -269,7 +272,7 @@ def _rnn(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
 
 
 def _grouped_mm(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
-    """Experts one after the other are one multiplication of all tokens, whoever gets them.
+    """Experts one after the other are one multiplication of all tokens, however distributed.
 
     Tokens (T, K) by (E, K, N), or the gradient of the weights, (K, T) by (T, N): each token takes
     part once. Two operands with a dim of experts are a batch.
@@ -279,7 +282,7 @@ def _grouped_mm(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
 
 
 def _product(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
-    """Of a matrix by a matrix or a vector: each element of the result is a sum."""
+    """The product of a matrix and a matrix or vector: each element of the result is a sum."""
     first = args["add" in operator_name(func)]  # after what is added
     return 2 * out.numel() * first.shape[-1]
 

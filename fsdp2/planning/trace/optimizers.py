@@ -1,4 +1,4 @@
-"""The step of an optimizer: what it costs, and where its state is."""
+"""The step of an optimizer: its cost, and the place of its state."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class OptimizerCost:
         moment: peak bytes of a step beyond the state.
         traffic: bytes that a step reads and writes.
         tensors: bytes of each tensor of the state.
-        moments: of ``moment``, the part for each parameter.
-        operations: of a step.
+        moments: the part of ``moment`` for each parameter.
+        operations: the operations of a step.
     """
 
     state: int
@@ -46,14 +46,14 @@ class OptimizerCost:
 
 @dataclass(frozen=True)
 class ParamCost:
-    """Of one parameter of a rank.
+    """The optimizer's cost of one parameter on a rank.
 
     Attributes:
-        nbytes: of the parameter.
+        nbytes: bytes of the parameter.
         state: bytes of each tensor of its state that has a value for each element.
-        numbers: of each other one.
+        numbers: bytes of each other tensor of its state.
         moment, traffic: as in `OptimizerCost`.
-        on_host: whether it is in host memory beside a device.
+        on_host: whether it is in host memory although there is a device.
     """
 
     nbytes: int
@@ -99,8 +99,7 @@ def optimizer_cost(
         optimizer: a name ("adamw", "sgd", "momentum"), an optimizer class, a function of the
             parameters, or None for no optimizer.
         device_type: except on the CPU, torch updates all parameters together (``foreach``).
-        known: what earlier calls with the same optimizer found out for single shards of that
-            device; it gets what this one does.
+        known: a cache of costs of single shards, for calls with the same optimizer and device.
 
     Raises:
         ValueError: for an unknown name, or an optimizer whose step depends on values.
@@ -109,7 +108,7 @@ def optimizer_cost(
         return NO_OPTIMIZER
     factory = _factory(optimizer, device_type)
     if device_type != "cpu":
-        # The cost of all is the sum of the costs of each, so every shape is tried only once.
+        # The total cost is the sum of the costs of all shards, so every shape is tried only once.
         costs = {} if known is None else known
         for shard in dict.fromkeys(shards):
             if shard not in costs:
@@ -123,7 +122,7 @@ def param_costs(
     optimizer: str | type | OptimizerFactory | None,
     device_type: str,
 ) -> list[ParamCost]:
-    """What an optimizer does about each shard, as if it had no other; arguments as above."""
+    """The cost of each shard as if the optimizer had no other; arguments as above."""
     found: dict[Any, ParamCost] = {}
     for shape, dtype in dict.fromkeys(shards):
         param = torch.empty(shape, dtype=dtype, device="meta")
@@ -147,7 +146,7 @@ def _run(
     factory: OptimizerFactory,
     state: list[torch.Tensor] | None = None,
 ) -> OptimizerCost:
-    """Two steps; ``state`` gets its tensors."""
+    """Run two steps; the tensors of the state are added to ``state``."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         params = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in shards]
         meter = StorageMeter()
@@ -213,15 +212,15 @@ IN_HOST_MEMORY, IN_FILES = "cpu", "files"
 
 @dataclass(frozen=True)
 class StateOffload:
-    """An `offload_optimizer`, for `estimate`, `predict` and `plan`: its arguments.
+    """The arguments of an `offload_optimizer`, for `estimate`, `predict` and `plan`.
 
     Attributes:
-        to: "cpu", host memory; or "files", in any folder.
+        to: "cpu" (host memory) or "files" (in any folder).
         max_device_bytes, chunk_bytes, min_bytes: as in `offload_optimizer`.
 
     Raises:
         ValueError: if ``to`` is something else, or a number is negative.
-        TypeError: for a number that is no int.
+        TypeError: if a number is not an int.
 
     Example:
         >>> from fsdp2.planning import StateOffload
@@ -245,12 +244,12 @@ class StateOffload:
 
 
 class PagedPart(NamedTuple):
-    """What is stepped together.
+    """A group of parameters that are stepped together.
 
     Attributes:
-        away: bytes of its state that are elsewhere between steps.
-        image: of these, what is in memory of the device while it is stepped.
-        buffer: host memory that they take on their way from and to files.
+        away: bytes of its state that are offloaded between steps.
+        image: bytes of this state in device memory during its step.
+        buffer: bytes of host memory for its transfer from and to files.
         traffic: bytes that its step reads and writes.
         moment: scratch bytes of its step.
     """
@@ -264,13 +263,13 @@ class PagedPart(NamedTuple):
 
 @dataclass(frozen=True)
 class PagedState:
-    """The state of an optimizer that is partly elsewhere, on one rank.
+    """The state of a partly offloaded optimizer, on one rank.
 
     Attributes:
         kept: bytes of each tensor that stays on the device.
-        host_kept: of each that stays in host memory, as its parameter is there.
-        parts: of a step, in order.
-        in_files: whether what is away is in files.
+        host_kept: bytes of each tensor that stays in host memory, because its parameter is there.
+        parts: the parts of a step, in order.
+        in_files: whether offloaded state is in files.
     """
 
     kept: tuple[int, ...]
@@ -280,18 +279,18 @@ class PagedState:
 
     @property
     def away(self) -> int:
-        """Bytes that are elsewhere between steps."""
+        """Bytes that are offloaded between steps."""
         return sum(part.away for part in self.parts)
 
     @property
     def back_peak(self) -> int:
-        """The most bytes that are with the parameters at once, beside those that stay."""
+        """The peak of offloaded bytes that are on the device at once."""
         sizes = [part.away for part in self.parts]
         return max((sum(sizes[max(i - 1, 0) : i + 2]) for i in range(len(sizes))), default=0)
 
     @property
     def buffer_peak(self) -> int:
-        """The most host memory of buffers: reads are one part further ahead."""
+        """The peak of buffers in host memory: reads are one more part ahead."""
         sizes = [part.buffer for part in self.parts]
         return max((sum(sizes[max(i - 1, 0) : i + 3]) for i in range(len(sizes))), default=0)
 
@@ -301,9 +300,9 @@ class PlacedOptimizer:
     """The optimizer of one rank, and where its state is.
 
     Attributes:
-        device: its cost for the parameters on the device; on the CPU, for all.
-        host: for those in host memory beside a device.
-        paged: what `offload_optimizer` does about both; None: there is none.
+        device: its cost for the parameters on the device; on the CPU, for all parameters.
+        host: its cost for parameters in host memory, if there is a device.
+        paged: the state under `offload_optimizer`, for both; None: it is not used.
     """
 
     device: OptimizerCost
@@ -323,7 +322,7 @@ class PlacedOptimizer:
         return sum(self.paged.host_kept) + (0 if self.paged.in_files else self.paged.away)
 
     def count_away(self, account: Account, *, offloaded: bool) -> None:
-        """Count what is in host memory and in files, and the buffers that files need."""
+        """Count the state in host memory and in files, and the buffers for files."""
         if offloaded or self.host_state:
             account.host["optimizer state"] = self.host_state
         if self.paged is not None and self.paged.in_files and self.paged.away:
@@ -332,7 +331,7 @@ class PlacedOptimizer:
             account.host["buffers of files"] = self.paged.buffer_peak
 
     def make_state(self, account: Account) -> None:
-        """Allocate what the first step leaves."""
+        """Allocate the state that the first step creates."""
         for nbytes in self.device_tensors:
             account.allocate(nbytes)
 
@@ -343,15 +342,15 @@ class PlacedOptimizer:
             for block in [account.allocate(nbytes) for nbytes in self.device.moments]:
                 account.free(block)
         else:
-            # On the CPU the buffers that files are read into are what is stepped.
+            # On the CPU, the step works on the buffers that files are read into.
             _step_parts(account, self.paged, 2 if ordered else 1)
 
 
 def _step_parts(account: Account, paged: PagedState, ahead: int) -> None:
-    """The images and the scratch memory of a step in parts, as `offload_optimizer` does it.
+    """The images and the scratch memory of a step in parts, as in `offload_optimizer`.
 
     Args:
-        ahead: how many parts further the images are there.
+        ahead: number of parts whose images are present in advance.
     """
     images: dict[int, HeldBytes] = {}
     for number, part in enumerate(paged.parts):
@@ -380,7 +379,7 @@ class _Page(NamedTuple):
 
 
 def paged_state(params: Sequence[ParamCost], offload: StateOffload, *, is_cpu: bool) -> PagedState:
-    """Where the state of an optimizer is.
+    """Divide the state of an optimizer into parts.
 
     Args:
         params: of this rank, in the order of the optimizer.

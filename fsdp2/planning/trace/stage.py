@@ -1,7 +1,7 @@
 """Forward and backward of one stage of a pipeline, on fake tensors.
 
-What a stage receives is allocated anew for each micro-batch, and so are the gradients of what it
-sent; an output is dropped when it is sent, as ``torch.distributed.pipelining`` does.
+As in ``torch.distributed.pipelining``, the inputs of a stage and the gradients of its outputs are
+allocated for each micro-batch, and an output is dropped when it is sent.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ...common.pytree import map_tensors, tensors_in
 
 
 class Stage(NamedTuple):
-    """Which stage of a pipeline a model is: neither is one in the middle.
+    """The position of a stage in its pipeline; a middle stage is neither first nor last.
 
     Attributes:
         is_first: it gets the sample input, and receives nothing.
         is_last: it computes the loss, and sends nothing.
-        splits_backward: gradients of inputs come first, and those of weights later.
+        splits_backward: gradients of inputs come first, gradients of weights later.
     """
 
     is_first: bool = True
@@ -34,12 +34,12 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 class StageOutputs(NamedTuple):
-    """What a stage returned.
+    """The outputs of a stage.
 
     Attributes:
         outputs: the shapes and dtypes.
-        nbytes: of these.
-        returned_nbytes: of the gradients of what it received.
+        nbytes: bytes of the outputs.
+        returned_nbytes: bytes of the gradients of its inputs.
     """
 
     outputs: tuple[Shape, ...]
@@ -55,13 +55,14 @@ def run_stage(
     between: Callable[[], None],
     before_weights: Callable[[], None],
 ) -> StageOutputs:
-    """Forward and backward.
+    """Run forward and backward.
 
     Args:
         between: called between the two.
-        before_weights: called between the two parts of a backward that is split.
-        arguments: positional and keyword arguments of the model; what is received gives shapes.
-        loss_of: the loss from the output of the last stage; checks it.
+        before_weights: called between the two parts of a split backward.
+        arguments: positional and keyword arguments of the model; only shapes matter for received
+            ones.
+        loss_of: computes and checks the loss from the output of the last stage.
 
     Raises:
         ValueError: if a stage that sends returns anything but tensors that need gradients.
@@ -121,7 +122,7 @@ def _takes_edges() -> bool:
 def _backward_of_inputs(
     model: Any, roots: list[Any], grads: list[torch.Tensor] | None, inputs: list[torch.Tensor]
 ) -> Any:
-    """Returns what the gradients of weights are computed from."""
+    """Compute gradients of inputs; returns the data for the gradients of weights."""
     _, groups = split_backward().stage_backward_input(
         tuple(roots), grads, inputs, model.parameters()
     )
@@ -129,7 +130,7 @@ def _backward_of_inputs(
 
 
 def _returned(inputs: list[torch.Tensor]) -> int:
-    """Drop the gradients of what was received, as if they were sent; returns their bytes."""
+    """Drop the gradients of received inputs, as if they were sent; returns their bytes."""
     returned = 0
     for tensor in inputs:
         if tensor.grad is not None:

@@ -1,4 +1,4 @@
-"""What a traced step depends on, beside its units."""
+"""The options that determine a traced step, except its units."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from .stage import Stage
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """The arguments of a traced step; two traces with equal ones are the same.
+    """The arguments of a traced step; two traces with equal arguments are the same.
 
     Attributes:
-        workload: of which ``model`` and ``sample_input`` are those of one rank, and of a stage in a
-            pipeline; ``checkpoint_modules=None`` means none here.
+        workload: its ``model`` and ``sample_input`` belong to one rank, and in a pipeline to one
+            stage; ``checkpoint_modules=None`` means none here.
         mp_policy: parameters and inputs are cast as in a sharded run.
-        device_type: the device of the run. Some kernels of the CPU make other gradients.
-        experts: names of the modules that ``shard_experts`` gets. Their parameters have the experts
-            of one rank, and tokens travel where the model makes a ``TokenExchange``.
-        context: over which sequences are split, of which the sample input has this rank's part;
-            None: it has whole ones.
-        stage: of a pipeline, which the model is; by default all of it.
+        device_type: the device of the run. Some CPU kernels make other gradients.
+        experts: names of the modules for ``shard_experts``. Their parameters have the experts of
+            one rank, and tokens are sent where the model creates a ``TokenExchange``.
+        context: the ranks that divide sequences; the sample input is this rank's part. None: it has
+            whole sequences.
+        stage: the stage of a pipeline that the model is; by default, it is the whole model.
     """
 
     workload: Workload
@@ -41,7 +41,7 @@ class TraceOptions:
 
     @property
     def kernels(self) -> Kernels:
-        """Which of them fake tensors stand for."""
+        """The kernels that fake tensors represent."""
         return kernels_of(self.workload.kernels, self.device_type)
 
     @property
@@ -51,7 +51,7 @@ class TraceOptions:
 
     @property
     def compiled(self) -> tuple[str, ...]:
-        """Names of the modules that `torch.compile` makes one graph of."""
+        """Names of the modules that `torch.compile` compiles, each as one graph."""
         return compiled_modules(self.workload.compiled, ())
 
     @property
@@ -60,11 +60,11 @@ class TraceOptions:
         return self.workload.checkpoint_modules or ()
 
     def check(self, modules: Sequence[str]) -> None:
-        """Check the options of a trace of a model, of which ``modules`` may be units.
+        """Check the options; ``modules`` are the model's modules that may be units.
 
         Raises:
-            ValueError: for options that do not go together, or modules that cannot be compiled.
-            TypeError: if parameters are DTensors already.
+            ValueError: for options that contradict each other, or modules that cannot be compiled.
+            TypeError: if parameters are already DTensors.
         """
         workload, model = self.workload, self.workload.model
         plain = workload.tensor_ranks == 1

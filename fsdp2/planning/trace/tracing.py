@@ -1,4 +1,4 @@
-"""Runs one step of a model on fake tensors and records what happens.
+"""Runs one step of a model on fake tensors and records its events.
 
 The modules that may be units carry the hooks of real units (`hooks.UnitHooks`), so forward and
 backward begin and end where they do in a sharded run: the same casts of inputs and outputs, the
@@ -64,8 +64,8 @@ def trace_step(options: TraceOptions, modules: Sequence[str]) -> events.StepTrac
     Raises:
         ValueError: if ``max_saved_bytes`` is negative, or given without ``fake``; if the model's
             shapes depend on data (with ``fake``), or nothing needs a gradient; for modules that
-            cannot be compiled; for ``context``, if the model has no attention, or other attention
-            than torch splits.
+            cannot be compiled; with ``context``, if the model has no attention, or attention that
+            torch cannot split.
         TypeError: for parameters that are tensor subclasses.
     """
     options.check(modules)
@@ -90,7 +90,7 @@ def trace_step(options: TraceOptions, modules: Sequence[str]) -> events.StepTrac
             stack.enter_context(kernels)
             stack.enter_context(planned_routing(routing))
         elif options.kernels.device != "cpu":
-            trace.notes.append("Traced with fake=False: attention and norms are those of the CPU")
+            trace.notes.append("Traced with fake=False: attention and norms use CPU kernels")
         arguments = _replace_and_watch(recorder, options)
         stack.callback(recorder.unwatch)
         _instrument(stack, recorder, options)
@@ -142,7 +142,7 @@ def _replace_and_watch(recorder: _Recorder, options: TraceOptions) -> tuple[tupl
 
 
 def _instrument(stack: ExitStack, recorder: _Recorder, options: TraceOptions) -> None:
-    """Compile and recompute modules as asked, and give those that may be units their hooks."""
+    """Compile and recompute modules as requested, and add hooks to modules that may be units."""
     by_name = dict(options.workload.model.named_modules())
     mode = options.workload.activation_checkpointing
     compiler = Compiler(recorder.meter, lambda: len(recorder.trace.events))
@@ -195,7 +195,7 @@ def _run(
                     "A step needs a loss of one element that depends on trained parameters, got "
                     f"{loss!r}: pass loss_fn, a function of the model's output"
                 )
-            kept.append(loss)  # as those who train do
+            kept.append(loss)  # as in a training step
             return loss
 
         def between() -> None:
@@ -219,7 +219,7 @@ def _run(
 
 
 def _describe_params(options: TraceOptions) -> list[events.ParamInfo]:
-    """The parameters of a model; of experts, those that a rank has."""
+    """The parameters of a model; only one rank's part of experts."""
     described = []
     mp_policy, expert_ranks = options.mp_policy, options.workload.expert_ranks
     prefixes = tuple(f"{name}." for name in options.experts)
@@ -343,7 +343,7 @@ def _without_side_effects(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_propagation(meter: StorageMeter) -> Iterator[None]:
-    """Leave out the operators that DTensor tries on whole shapes, to know those of its results."""
+    """Leave out the operators that DTensor runs on whole shapes to find the shapes of results."""
     propagator: Any = ShardingPropagator
     real = propagator._propagate_tensor_meta_non_cached
 
@@ -416,7 +416,8 @@ class _Recorder:
         self._recomputed_from: int | None = None  # while backward repeats a forward
 
     def unwatch(self) -> None:
-        """Let go of parameters, whose hooks hold this: no garbage collector sees through them."""
+        """Release the parameters: their hooks refer to this object, which the garbage collector
+        does not see."""
         self._watched.clear()
 
     def flush(self) -> None:
@@ -463,7 +464,7 @@ class _Recorder:
         self._call(events.CallKind.BACKWARD_LEAVE, unit)
 
     def exchange(self, ranks: int) -> Callable[[int], None]:
-        """A function that records that tokens of so many bytes travel."""
+        """A function that records the exchange of tokens with this number of bytes."""
 
         def record(nbytes: int) -> None:
             self.flush()
@@ -479,8 +480,8 @@ class _Recorder:
     def collective(self, kind: str, nbytes: int, group: str) -> Awaited:
         """Record a collective of tensor or of context parallelism.
 
-        Those of DTensors are waited for at once, others of tensor parallelism where the model calls
-        ``wait_tensor``; those of context parallelism when something reads what has come.
+        Compute waits for collectives of DTensors at once; for others of tensor parallelism, where
+        the model calls ``wait_tensor``; and for context parallelism, when the result is read.
         """
         self.flush()
         number = self._num_awaited
@@ -502,8 +503,8 @@ class _Recorder:
         param.register_post_accumulate_grad_hook(hook)
 
     def take_left(self) -> None:
-        """Record gradients that were assigned, for which no hook was called: in a backward that is
-        split, those of weights."""
+        """Record gradients that were assigned without calling a hook: gradients of weights in a
+        split backward."""
         for param, hook in self._watched.items():
             if param.grad is not None:
                 hook(param)
@@ -543,9 +544,9 @@ class _RecordingHooks(UnitHooks):
 
     @override
     def _has_views(self, tensor: torch.Tensor) -> bool:
-        # What a fake tensor stands for: marked as in a run, it may be changed in place.
+        # Marked as in a run: it may be changed in place.
         return type(tensor) is FakeTensor or super()._has_views(tensor)
 
     @override
     def _watch_accumulation(self) -> None:
-        pass  # the replay knows from the flag of ENTER
+        pass  # the replay finds it in the flag of ENTER

@@ -1,8 +1,8 @@
 """Operators without a cost: they are listed, and too many of them are an error.
 
-A step that skips the arithmetic of its experts looks fast, and a plan made of it is wrong without
-a sign. What an operator without a formula computes cannot be known; what it reads and writes can,
-so that is what decides whether it matters.
+A step that omits the arithmetic of its experts looks fast, and its plan is wrong without a sign.
+The FLOPs of an operator without a formula are unknown, but the bytes that it reads and writes are
+not. They decide whether the operator matters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether parameters can be sent as a `CommPolicy` says, before anything is."""
+"""Checks that parameters can be sent under a `CommPolicy`, before anything is sent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .policy import hops_of
 
 
 def check_sent(unit: Unit, params: Iterable[ShardedParam], options: CommOptions) -> None:
-    """Check that ``params``, of ``unit``, can be sent as ``options.policy`` says.
+    """Check that ``params``, of ``unit``, can be sent under ``options.policy``.
 
     Raises:
         ValueError: if one cannot, or if something else decides about the bytes.

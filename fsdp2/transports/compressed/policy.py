@@ -17,49 +17,48 @@ _WIRE_DTYPES = {
 
 @dataclass(frozen=True)
 class CommPolicy(WirePolicy):
-    """Fewer bytes on the wire, at the price of precision. Off by default; a setting of each unit.
+    """Compresses messages, at the price of precision. Off by default, and set per unit.
 
-    What is stored and what is computed keep their dtypes; only messages are narrower. int8 and
-    float8 travel in blocks with a scale each (``fsdp2.transports.compressed.quantize`` has the
-    arithmetic and its bounds). Parameters that are packed (their slice is below
-    ``direct_min_bytes``), or have fewer elements per rank than a block, travel in bfloat16. What is
-    not floating-point, or not wider than the dtype chosen here, travels as without a policy.
+    Storage and computation keep their dtypes; only messages are narrower. int8 and float8 numbers
+    travel in blocks, each with a scale (``fsdp2.transports.compressed.quantize`` has the arithmetic
+    and its error bounds). Parameters that are packed (their slice is below ``direct_min_bytes``),
+    or have fewer elements per rank than a block, travel in bfloat16. Values that are not
+    floating-point, or not wider than the dtype chosen here, travel as without a policy.
 
-    - *Weights* are quantized from the sharded values at each gather, and restored into the dtype of
-      computation. All ranks compute with the same bits, the rank that owns them too. Gathers of
-      the same shards bring the same bits, so recomputation in backward sees what forward saw.
-      Optimizers, ``state_dict`` and checkpoints see the sharded values, which stay exact.
-    - *Gradients* are sent to their owners in an all-to-all and added there, in float32 or wider, in
-      rank order: nothing is rounded between additions. What a rank contributes to its own shard
-      is exact (not to a 0-dim parameter, of which all ranks get the same bits). An all-reduce over
-      replicas (HSDP, `replicate`) is done in two such phases: the means are sent back in the same
-      format, and all replicas get the same bits.
+    - *Weights* are quantized from the sharded values at each gather, and restored to the compute
+      dtype. All ranks, the owner too, compute with the same bits. Gathers of the same shards give
+      the same bits, so recomputation in backward sees the weights of forward. Optimizers,
+      ``state_dict`` and checkpoints see the sharded values, which stay exact.
+    - *Gradients* are sent to their owners in an all-to-all and added there in rank order, in
+      float32 or wider, so nothing is rounded between additions. A rank's contribution to its own
+      shard is exact (except to a 0-dim parameter, whose bits are the same on all ranks). An
+      all-reduce over replicas (HSDP, `replicate`) has two such phases: the means are sent back in
+      the same format, and all replicas get the same bits.
 
-    A gradient with a NaN or an infinity arrives as one, in a whole block, so a ``GradScaler`` skips
-    the same steps.
+    A block with a NaN or an infinity arrives without finite numbers, so a ``GradScaler`` skips the
+    same steps.
 
     Args:
         gather: dtype in which weights are gathered: ``torch.bfloat16``, ``torch.int8`` or
-            ``torch.float8_e4m3fn``. None: that of computation. (ZeRO++, arXiv 2306.10209, qwZ;
+            ``torch.float8_e4m3fn``. None: the compute dtype. (ZeRO++, arXiv 2306.10209, qwZ;
             float8: arXiv 2209.05433.)
-        reduce: dtype in which gradients are sent: ``torch.bfloat16`` or ``torch.int8``. None: as
-            the mixed-precision policy says. (ZeRO++, qgZ.)
+        reduce: dtype in which gradients are sent: ``torch.bfloat16`` or ``torch.int8``. None: the
+            dtype of the mixed-precision policy. (ZeRO++, qgZ.)
         block: elements per scale, at least 16.
-        ranks_per_node: reduce in two hops: within groups of that many consecutive ranks, whose sums
-            are then sent across them. Between nodes this is 1/``ranks_per_node`` of the bytes; the
-            sums are rounded once more. It must divide the number of shards (where there are more
-            shards than that). None: one hop.
-        error_feedback: add what rounding took from the gradients of a step to those of the next one
+        ranks_per_node: reduce in two hops: first within groups of this many consecutive ranks, then
+            the sums across groups. Nodes exchange 1/``ranks_per_node`` of the bytes, and sums are
+            rounded once more. It must divide the number of shards if that is larger. None: one hop.
+        error_feedback: add the rounding errors of a step's gradients to the next step's gradients
             (Seide et al., Interspeech 2014; Karimireddy et al. 2019, arXiv 1901.09847). Costs a
-            float32 tensor per rank as large as what it sends: the unit's whole gradient. It is no
-            part of checkpoints; it starts from zero when training is resumed, when the unit is
-            planned anew (`set_comm_policy`, ``model.to``) and in copies of the model.
+            float32 tensor per rank as large as the unit's whole gradient. Checkpoints do not
+            contain it. It starts from zero when training is resumed, after `set_comm_policy` and
+            ``model.to``, and in copies of the model.
         secondary: dtype in which the larger shards of ``reshard_after_forward=int`` are kept and
-            gathered. None: that of computation, which brings back what forward used; other dtypes
-            round it once more, so backward computes with slightly different weights.
+            gathered. None: the compute dtype, which gives the weights of forward. Other dtypes
+            round them once more, so backward computes with slightly different weights.
 
     Raises:
-        ValueError: for a dtype that cannot be used there, or arguments that do not go together.
+        ValueError: for a dtype that is not supported there, or arguments that exclude each other.
         TypeError: for arguments of the wrong type.
 
     Example:

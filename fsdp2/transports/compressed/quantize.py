@@ -74,8 +74,8 @@ class WireRow:
     @cached_property
     def places(self) -> tuple[tuple[int, int, int], ...]:
         """Where in a row each part's scales begin, its numbers begin, and its bytes end."""
-        # Each part is rounded up by itself, not the row: then several reductions of a unit (of its
-        # head, early) have the bytes of one, and every part starts on an address that kernels like.
+        # Each part is rounded up, not the row: then several reductions of a unit (of its head,
+        # early) have the bytes of one, and every part starts on an address that kernels like.
         places, start = [], 0
         for numel, blocks in zip(self.numels, self.blocks, strict=True):
             numbers = start + _aligned(blocks * _SCALE.itemsize)
@@ -185,7 +185,7 @@ def _factors(numbers: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor,
         return numbers, scales
     # Nothing multiplies float8, and to cast it takes the CPU longer than all the rest. But with its
     # bits in the right places it is a float16 of 1/256 the value (the bias of E4M3's exponents is
-    # 7, that of float16 15), subnormal numbers too. (Its NaN is not one then; the scale is.)
+    # 7, float16's is 15), subnormal numbers too. (Its NaN is not one then; the scale is.)
     bits = numbers.view(torch.int8).to(torch.int16).bitwise_left_shift_(7)
     return bits.bitwise_and_(~(1 << 14)).view(torch.float16), scales * 256
 
@@ -223,8 +223,8 @@ class Cut:
     """The spans of a reduction, cut where parameters end: the pack stays one.
 
     Attributes:
-        direct: how many of the parts are tensors of their own, in the order of ``plan.direct``;
-            the others lie one behind the other in the stage.
+        direct: how many of the parts are separate tensors, in the order of ``plan.direct``; the
+            others lie one behind the other in the stage.
         spans: (offset, numel) of each part in the sharded storage.
         in_blocks: which of them may travel in blocks.
         held_by_all: (part, offset in it) of each 0-dim parameter, which all ranks hold: a sum of it

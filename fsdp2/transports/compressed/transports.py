@@ -1,11 +1,11 @@
-"""A transport under a `CommPolicy`: bytes on the wire that are fewer than those of the tensors.
+"""A transport under a `CommPolicy`: messages with fewer bytes than the tensors.
 
-What the bytes are is `quantize`'s; here they are moved, by two collectives of the group: all-gather
-and all-to-all. A reduction is an all-to-all and a sum on the owner, so that nothing is rounded
-between additions (a ring would round a sum at each of its steps).
+`quantize` makes the bytes. This module moves them, by two collectives of the group: all-gather and
+all-to-all. A reduction is an all-to-all and a sum on the owner, so that nothing is rounded between
+additions (a ring would round a sum at each of its steps).
 
 [Note: streams and memory under a policy]
-As in `GroupTransport`: everything runs on the current stream, which is that of gathers or that of
+As in `GroupTransport`: everything runs on the current stream, the stream of gathers or of
 reductions, and all temporary memory is allocated, used and dropped there. Residuals of error
 feedback live from step to step; only the stream of reductions ever touches them. Where the host
 orders the work, messages read and write the rows until they are waited for, so the function that
@@ -78,7 +78,7 @@ class CompressedTransport:
         self.policy = policy
         self.group = base.group
         self.stream_ordered = base.stream_ordered
-        # Each bucket has rows of its own.
+        # Each bucket has separate rows.
         self.coalesces = policy.gather is None and base.coalesces
         exchange = base if isinstance(base, Exchange) else None
         self._wire = Wire(base.group, host=not base.stream_ordered, exchange=exchange)
@@ -253,13 +253,13 @@ class CompressedTransport:
         *,
         exact: int | None = None,
     ) -> None:
-        """Write ``parts`` to ``rows``, with what rounding took from those of the last call.
+        """Write ``parts`` to ``rows``, with the rounding errors of the last call.
 
         Args:
             keys: of their residuals.
             held_by_all: of the `Cut`.
-            exact: the part of this number is not sent, so nothing is taken from it, but for what
-                is held by all.
+            exact: the part of this number is not sent, so it has no rounding errors, except in
+                elements that all ranks hold.
         """
         if not self.policy.error_feedback:
             row.encode(parts, rows)
@@ -327,9 +327,9 @@ def _take_as_sent(
     sent: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
     held_by_all: HeldByAll,
 ) -> None:
-    """In what a rank adds of its ``own``, put what it has ``sent`` to the others in its place.
+    """In the ``own`` terms of a rank, replace 0-dim parameters with what it ``sent`` to the others.
 
-    Else each rank would add its own exactly and those of others rounded: replicas would differ.
+    Else each rank would add its own term exactly and the others' rounded: replicas would differ.
     """
     for part in {part for part, _ in held_by_all}:
         own[part] = own[part].clone()
@@ -439,7 +439,7 @@ def wrap(transport: Transport, use: Use, of: MeshTransports) -> Transport:
 def reduce_groups(
     mesh: DataParallelMesh, device: torch.device, options: CommOptions
 ) -> list[tuple[str, dist.ProcessGroup]]:
-    """Those of a reduction in two hops."""
+    """The groups of a reduction in two hops."""
     hops = _hops(mesh, device, options.policy)
     if hops is None:
         return []

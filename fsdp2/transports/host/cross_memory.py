@@ -1,9 +1,9 @@
 """Memory of another process of this host, read with one copy: Linux's cross-memory attach.
 
 ``process_vm_readv`` (Linux 3.2; man 2 process_vm_readv) copies from the memory of one process into
-that of another, without a buffer in between. The kernel permits it where it would permit a debugger
+another's, without a buffer in between. The kernel permits it where it would permit a debugger
 (PTRACE_MODE_ATTACH_REALCREDS): to processes of the same user, unless a container, seccomp or Yama's
-``ptrace_scope`` says no. MPI libraries send messages within a host in this way.
+``ptrace_scope`` forbids it. MPI libraries send messages within a host in this way.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ from .reads import HostReads
 from .relays import HostRelays
 from .sums import exchanged_sum_dtype
 
-# Most ranks that exchange data in pairs: a number that all ranks know, for all sizes. It follows
-# from what `python -m benchmarks.exchange` has measured and keeps (`limit_of` there; a test
-# compares the two). More have not been measured, and messages grow with their square.
+# Most ranks that exchange data in pairs: one number on all ranks, for all sizes. It follows from
+# what `python -m benchmarks.exchange` has measured and keeps (`limit_of` there; a test compares the
+# two). More have not been measured, and messages grow with their square.
 EXCHANGE_MAX_RANKS = 32
 
 

@@ -1,7 +1,8 @@
 """Threads that do what follows once messages have come.
 
-gloo tells of a message only who waits for it. What is to be sent on, or added up and sent, would
-otherwise wait until its rank waits for that exchange, and that may be at the end of backward.
+gloo reports a message only to a thread that waits for it. Without these threads, data to send on,
+or to add up and send, would wait until its rank waits for that exchange, perhaps at the end of
+backward.
 
 A thread does its steps one after the other, in the order of their begin. So no step may wait for
 what a later step of another rank's thread sends: what depends on each other has another purpose,

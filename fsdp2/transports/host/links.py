@@ -106,10 +106,10 @@ class _Channel:
 
     def __init__(self, peers: Sequence[int]) -> None:
         self.posts: dict[int, deque[Ranges]] = {peer: deque() for peer in peers}
-        self.begun: Posts = {peer: [] for peer in peers}  # posts of which there is more to come
+        self.begun: Posts = {peer: [] for peer in peers}  # posts that are not complete
         self.num_read = dict.fromkeys(peers, 0)
         self.num_begun = 0  # of those that are acknowledged
-        self.num_ready = 0  # ranks of which there is a post
+        self.num_ready = 0  # ranks that have posted
         self.unread: deque[PendingExchange] = deque()
 
     def is_idle(self) -> bool:
@@ -120,7 +120,7 @@ class _Channel:
 
 
 class HostLinks:
-    """Connections of this rank with those of a group that are on its host.
+    """Connections of this rank to the other ranks of a group on its host.
 
     Attributes:
         size, rank: of the group, and of this process in it.
@@ -163,11 +163,11 @@ class HostLinks:
 
         Args:
             key: the same on all ranks; exchanges of one key are in the same order on all.
-            posts: what each other rank is to read; None: `post` tells later, as nothing is there
+            posts: what each other rank is to read; None: `post` follows later, as nothing is there
                 yet.
             read_all: called once with what the others have posted, here or while this rank waits
                 for any exchange.
-            is_acknowledged: False where a later exchange tells that all have read.
+            is_acknowledged: False where a later exchange shows that all have read.
         """
         with _lock:
             self.check(())
@@ -215,7 +215,7 @@ class HostLinks:
             self.fail(f"ranks {gone} of the group have ended, or given up after an error")
 
     def fail(self, reason: str) -> NoReturn:
-        """Give up: this rank's exchanges raise from now on, and those of the others."""
+        """Give up: this rank's exchanges raise from now on, and the others' too."""
         # Closed before memory is freed that others may be reading: who finds the connection open
         # after it has read, has read what was posted. And not while the thread reads, into memory
         # that the caller frees next.
@@ -434,7 +434,7 @@ def forget_tags(tags: range) -> None:
 def _drop_forgotten() -> None:
     taken = sorted((_forgotten.popleft() for _ in range(len(_forgotten))), key=lambda r: r.start)
     joined: list[range] = []
-    for tags in taken:  # those of the units of a model follow each other
+    for tags in taken:  # the units of a model have consecutive tags
         if joined and joined[-1].stop >= tags.start:
             joined[-1] = range(joined[-1].start, max(joined[-1].stop, tags.stop))
         else:

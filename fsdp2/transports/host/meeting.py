@@ -1,9 +1,9 @@
 """How the ranks of a group find out who is on whose host, and connect there.
 
-Each rank tells all others, in one all-gather of a few hundred bytes: its host, its process, the
-address of a secret, the name of a socket. Who then reads the secret of all others of its host may
-read their memory; the sockets are what `host_links` posts and acknowledges on. After each step all
-ranks say whether it worked, so that all get connections or none does.
+In one all-gather of a few hundred bytes, each rank sends all others its host, its process, the
+address of a secret and the name of a socket. A rank that can read the secrets of all others of its
+host may read their memory. `host_links` posts and acknowledges on the sockets. After each step all
+ranks report whether it worked, so that all get connections or none does.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Met:
     Attributes:
         hosts: the ranks of each host in order, hosts by their first rank; those that may not read
             the memory of others count as hosts of one rank.
-        machines: by rank a number, the same for those of one host.
+        machines: by rank a number, the same for ranks of one host.
         in_rank_order: whether sums over several hosts are to be in rank order.
         pids, sockets: of the ranks of this host (sockets: of the others), by rank of the group.
     """
@@ -102,7 +102,7 @@ def meet(group: dist.ProcessGroup) -> Met | Places:
 
 
 def _hosts(names: Sequence[str]) -> list[list[int]]:
-    """The ranks of each host, by the names of their hosts; "" is a host of its own."""
+    """The ranks of each host, by the names of their hosts; each "" is a separate host."""
     found: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         found.setdefault(name or f"rank {rank}", []).append(rank)
@@ -110,7 +110,7 @@ def _hosts(names: Sequence[str]) -> list[list[int]]:
 
 
 def _numbers(names: Sequence[str]) -> tuple[int, ...]:
-    """A number for each rank, the same for those of one host."""
+    """A number for each rank, the same for ranks of one host."""
     hosts = _hosts(names)
     return tuple(
         next(n for n, host in enumerate(hosts) if rank in host) for rank in range(len(names))

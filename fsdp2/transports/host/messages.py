@@ -148,7 +148,7 @@ class Messages:
 
 
 def buffers(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
-    """1-D buffers, say for the terms of one peer; those of one dtype share one allocation."""
+    """1-D buffers, say for the terms of one peer; one allocation for each dtype."""
     # One allocation instead of one per gradient. (On "cpu", whatever default device a user has
     # set.)
     made: dict[int, torch.Tensor] = {}

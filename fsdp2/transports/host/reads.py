@@ -81,9 +81,9 @@ class HostReads:
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], tag: int) -> Finish:
         """Start to replace 1-D ``tensors`` by their means over ranks."""
-        # Each rank adds up one part of each tensor, in place: of its own tensors, nobody else reads
-        # that part. Then each reads the parts of the others, who have told by their second post
-        # that they have read the same part here.
+        # Each rank adds up one part of each tensor, in place: nobody else reads that part of its
+        # tensors. Then each reads the parts of the others, whose second posts show that they have
+        # read the same part here.
         links = self._links
         parts = [cut(tensor, links.size) for tensor in tensors]
         own = [part[links.rank] for part in parts]

@@ -8,8 +8,8 @@ number) on the others, so all ranks of a host send and receive alike. (Hierarchi
 MPI libraries do this through one leader per host, whose memory everything would pass.)
 
 Sums are added in rank order within a host, and then host by host, in the order of their first
-ranks. So they are the same on all replicas and in every run with the same ranks on each host, and
-may differ in the last bits from those with other ranks on each. `ORDER` asks for rank order.
+ranks. So they are the same on all replicas and in every run with the same ranks on each host. With
+other ranks on each host, they may differ in the last bits. `ORDER` asks for rank order.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class HostRelays:
         """Start to bring what each rank has to all others.
 
         Args:
-            mine: where that of this rank lies.
-            places: of a rank: where what it has belongs in this process.
+            mine: where this rank's data lies.
+            places: for a rank: where its data belongs in this process.
         """
         links, group = self._links, self.group
         sends, receives = messages
@@ -146,7 +146,7 @@ class HostRelays:
         return job
 
     def _send(self, message: Message, use: int) -> dist.Work:
-        """Start a message to another host; ``use`` tells whoever counts what it is part of."""
+        """Start a message to another host. (``use`` is for code that counts messages.)"""
         return self.group.send(*message)
 
     def _relayed(self, rank: int, places: Callable[[int], Ranges]) -> Ranges:

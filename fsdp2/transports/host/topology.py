@@ -1,9 +1,9 @@
 """Which ranks of a group are on the same node, and what crosses the links: pure arithmetic.
 
-`Places` are those of a group that exists, or of one that is planned, as `host_relays` goes by them.
-`Topology` and `Ring` are those of a planned mesh. There, ranks are numbered node by node. The ranks
-that share a parameter are consecutive; those that hold the same shard are ``num_shards`` apart, as
-in `init_device_mesh` for (replicas, shards). (A node is a host.)
+`Places` describe a group that exists or is planned, as `relays` uses them. `Topology` and `Ring`
+describe a planned mesh. There, ranks are numbered node by node. The ranks that share a parameter
+are consecutive; those that hold the same shard are ``num_shards`` apart, as in `init_device_mesh`
+for (replicas, shards). (A node is a host.)
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Places:
 
     Attributes:
         hosts: the ranks of each host in order, hosts by their first rank; a rank whose memory is
-            not read is a host of its own.
+            not read counts as a separate host.
         rank: of the group.
         in_rank_order: whether gradients travel to each owner from each rank (``FSDP2_SUM_ORDER``).
         machines: of each rank, a number of the host that it is on after all, if it only may not
