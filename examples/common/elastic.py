@@ -53,9 +53,7 @@ class Commits:
 
     def __init__(self, out: str, *, elastic: bool) -> None:
         self.folder, self.elastic = checkpoint_folder(out), elastic
-        self.failed = (
-            False  # on this rank; all must learn of it before they make a new Checkpointer
-        )
+        self.failed = False  # on this rank; all must know before they make a new Checkpointer
         self.checkpoints = Checkpointer(self.folder, keep=2)
 
     def save(self, step: int, **state: Any) -> None:

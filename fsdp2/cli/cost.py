@@ -45,7 +45,11 @@ def add_cost(groups: Any) -> None:
         help="price of one GPU for an hour, in any currency: one for all types, or one for each",
     )
     parser.add_argument(
-        "--tokens", type=parse_amount, required=True, metavar="N", help="length: 300B or 15T"
+        "--tokens",
+        type=parse_amount,
+        required=True,
+        metavar="N",
+        help="tokens to train on: 300B or 15T",
     )
     parser.add_argument(
         "--goodput",

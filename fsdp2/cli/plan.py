@@ -82,7 +82,10 @@ def add_plan(groups: Any) -> None:
         help=f"{_RESHARD} (without this option: try several)",
     )
     parser.add_argument(
-        "--prefetch", type=parse_number, metavar="N", help="units gathered ahead (default: try)"
+        "--prefetch",
+        type=parse_number,
+        metavar="N",
+        help="units gathered ahead (default: try 1 and 2)",
     )
     parser.add_argument(
         "--expert-ranks",

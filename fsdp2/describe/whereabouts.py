@@ -59,7 +59,7 @@ class Whereabouts:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """The progress of a rank: it grows while the rank continues."""
+        """The progress of a rank, which grows while the rank continues."""
         phases = {"outside": 0, "forward": 1, "backward": 2}
         # A step is counted when its backward begins. Its forward came before that.
         begun = self.step - (self.phase == "backward")

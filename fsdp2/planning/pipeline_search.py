@@ -175,10 +175,7 @@ class PipelineSearch:
         assert candidate.schedule is not None
         try:
             parts, alone = self._alone(candidate)
-        except (
-            ValueError,
-            RuntimeError,
-        ) as error:  # for example, a model that cannot be split in this way
+        except (ValueError, RuntimeError) as error:  # such as a model that cannot be split so
             if isinstance(error, GatherBudgetError):
                 error = ValueError("it has units that do not fit into max_gathered_bytes")
             pipeline = (candidate.schedule, candidate.stages_per_rank or 1)

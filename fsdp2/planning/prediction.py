@@ -78,7 +78,7 @@ class Prediction(Outcome):
 
     @property
     def bound(self) -> str:
-        """The bottleneck: "compute", "communication", "copies", "host" or "pipeline"."""
+        """The bottleneck, "compute", "communication", "copies", "host" or "pipeline"."""
         return bound_of(self.step)
 
     @property

@@ -29,9 +29,9 @@ class Collective:
         kind: "all_gather", "reduce_scatter", "all_reduce" or, with a `CommPolicy`, "all_to_all".
             "send": everything to the next rank of a ring.
         group: "shard", "secondary" (within the groups of ``reshard_after_forward=int``),
-            "replicate", "within" and "across" (the two hops of a reduction), "expert shard" (ranks
-            with the same experts), "experts" (ranks over which experts are distributed), "tensor"
-            (tensor-parallel ranks), or "context" (ranks that divide each sequence).
+            "replicate", "within" and "across" (the two hops of a reduction), "tensor" or "context".
+            With experts also "expert shard" (ranks with the same experts) and "experts" (ranks over
+            which experts are distributed).
         nbytes: bytes of the whole data that is gathered, scattered or reduced, with padding.
         sent: bytes that this rank sends.
         messages: number of collectives in the call.

@@ -88,9 +88,7 @@ class Kernel:
 @dataclass
 class _Loop:
     points: int  # elements
-    rows: (
-        tuple[int, bool] | None
-    )  # of a reduction: elements of its result, and whether it is over the last dim
+    rows: tuple[int, bool] | None  # of a reduction: elements made, and whether over the last dim
     reads: _Reads
 
 

@@ -189,9 +189,7 @@ def cost_of(func: Any, args: tuple, kwargs: dict, result: Any) -> OpCost | None:
         known = formula is not None or _is_memory_bound(namespace, name)
     attention = name.startswith(_ATTENTION)
     if attention and _causal(func, args, kwargs):
-        full_name += (
-            "_causal"  # reaches other FLOP/s: kernels do not skip everything that counts as 0
-        )
+        full_name += "_causal"  # reaches other FLOP/s: kernels skip less than what counts as 0
     return OpCost(Operation(flops, nbytes, dtype, attention, full_name), known)
 
 

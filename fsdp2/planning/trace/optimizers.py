@@ -212,11 +212,11 @@ IN_HOST_MEMORY, IN_FILES = "cpu", "files"
 
 @dataclass(frozen=True)
 class StateOffload:
-    """The arguments of an `offload_optimizer`, for `estimate`, `predict` and `plan`.
+    """The arguments of an `fsdp2.offload_optimizer`, for `estimate`, `predict` and `plan`.
 
     Attributes:
         to: "cpu" (host memory) or "files" (in any folder).
-        max_device_bytes, chunk_bytes, min_bytes: as in `offload_optimizer`.
+        max_device_bytes, chunk_bytes, min_bytes: as in `fsdp2.offload_optimizer`.
 
     Raises:
         ValueError: if ``to`` is something else, or a number is negative.
