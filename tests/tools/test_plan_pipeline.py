@@ -293,7 +293,7 @@ def test_memory_decides_about_the_schedule() -> None:
         ({"accumulation": ("every",)}, "do not reduce gradients in every micro-batch"),
         ({"max_saved_bytes": 0}, "max_saved_bytes does not go together with pipeline_ranks=2"),
         ({"offload_optimizer": StateOffload()}, "offload_optimizer does not go together"),
-        ({"mesh_shape": (4, 8), "pipeline_ranks": 2}, "beside pipeline_ranks=.2."),
+        ({"mesh_shape": (4, 8), "pipeline_ranks": 2}, "with pipeline_ranks=.2."),
         ({"pipeline_ranks": 2, "micro_batches": 1, "schedule": "1F1B"}, "at least as many"),
         (
             {"pipeline_ranks": 2, "split_stages": lambda model, num: [model]},
