@@ -33,9 +33,10 @@ from torch.nn.parallel import DistributedDataParallel
 import fsdp2
 
 from . import machine
+from .host_ranks import ratios
 from .ledger import Ledger
 from .ranks import progress, run_ranks
-from .report import number, row, write_readme
+from .report import number, row, write_readme, write_record
 from .steps import mean_over_ranks
 from .transport import around_waits, counting_sent
 from .variants import Variant, average_gradients, local_part
@@ -271,9 +272,9 @@ def table(results: dict[str, dict[str, Any]]) -> str:
         for name, run in runs.items():
             cells = [example, name, number(1e3 * statistics.median(medians(run)))]
             for base in ("plain", "DDP"):
-                ratios = [a / b for a, b in zip(medians(run), medians(runs[base]), strict=True)]
-                spread = f" ({min(ratios):.2f} to {max(ratios):.2f})" if name != base else ""
-                cells.append(f"{statistics.median(ratios):.2f}{spread}")
+                found = ratios(medians(run), medians(runs[base]))
+                spread = f" ({min(found):.2f} to {max(found):.2f})" if name != base else ""
+                cells.append(f"{statistics.median(found):.2f}{spread}")
             keys = ("parameters", "gradients", "optimizer", "peak", "sent")
             lines.append(row([*cells, *(f"{run[key] / 1e6:.1f}" for key in keys)]))
     return "\n".join(lines)
@@ -292,8 +293,7 @@ def page_table(results: dict[str, dict[str, Any]]) -> str:
 def page_cell(runs: dict[str, Any], name: str) -> str:
     """What a strategy costs: the median ratio within rounds, and bytes of a rank."""
     made = runs[name]
-    pairs = zip(medians(made), medians(runs["DDP"]), strict=True)
-    ratio = statistics.median(mine / theirs for mine, theirs in pairs)
+    ratio = statistics.median(ratios(medians(made), medians(runs["DDP"])))
     return f"{ratio:.2f}, {made['peak'] / 1e6:.0f}, {made['sent'] / 1e6:.0f}"
 
 
@@ -327,8 +327,7 @@ def main(arguments: list[str] | None = None) -> int:
             for name in options.examples
         }
         record = {"name": "choosing", **about, "num_ranks": 2, "results": results}
-        options.output.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(record, options.output)
     record = json.loads(path.read_text())
     print(f"{describe(record)}\n\n{table(record['results'])}")
     if options.write_docs:

@@ -34,7 +34,7 @@ from . import machine
 from .families import FAMILIES, Family
 from .ledger import Ledger
 from .ranks import progress, run_ranks
-from .report import row, write_readme
+from .report import row, write_readme, write_record
 from .transport import BETWEEN, KINDS, around_waits, counting_sent, pretended_hosts
 
 WARM_UP_STEPS = 2
@@ -391,8 +391,7 @@ def main(arguments: list[str] | None = None) -> int:
         cases = [case for case in MAIN if case.mesh == (2,)] if options.quick else MAIN + MORE
         results = [compare(case) for case in cases]
         record = {"name": "estimate", **machine.describe(), "results": results}
-        options.output.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(record, options.output)
     results = json.loads(path.read_text())["results"]
     print(f"{table(results)}\n\n{digest(results)}")
     if options.write_docs:

@@ -65,7 +65,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only-table", action="store_true", help="of the runs that are recorded")
     options = parser.parse_args(arguments)
     if options.only_table:
-        show(json.loads((RESULTS / "faults.json").read_text()), write=options.write)
+        record = json.loads((RESULTS / "faults.json").read_text())
+        show(record)
+        if options.write:
+            write_page(record)
         return 0
     if why_not():
         print(why_not(), file=sys.stderr)
@@ -85,18 +88,16 @@ def main(arguments: list[str] | None = None) -> int:
             record = {"name": "faults", **about, "runs": together(earlier(record), runs)}
             write_record(record, RESULTS)
             write_page(record)
-    show(record, write=False)
+    show(record)
     return int(any(each["person"] or each["wrong"] for each in runs))
 
 
-def show(record: dict[str, Any], *, write: bool) -> None:
-    """Prints the table of a record, and puts the shorter one into the page if it is to."""
+def show(record: dict[str, Any]) -> None:
     print(summary(record), *table(record), sep="\n")
-    if write:
-        write_page(record)
 
 
 def write_page(record: dict[str, Any]) -> None:
+    """Puts the shorter table into the page."""
     text = "\n".join([f"{summary(record)}.", "", *page_table(record)])
     write_readme(PAGE, text, "<!-- faults:begin -->", "<!-- faults:end -->")
 

@@ -344,9 +344,9 @@ def main(arguments: list[str] | None = None) -> None:
     steps = steps_in_backward(device, options.rounds)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         files = optimizer_times(options.rounds, Path(folder))
-    print(_joined(about, saved, state, steps, files))
+    text = _joined(about, saved, state, steps, files)
+    print(text)
     if options.write is not None:
-        text = _joined(about, saved, state, steps, files)
         if device != "cuda":  # times of the test device say nothing about a GPU
             text = _joined(about, _without_last_column(saved), state, files)
         write_readme(options.write, text, BEGIN, END)

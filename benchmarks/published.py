@@ -29,7 +29,7 @@ from fsdp2.render.text import plural
 
 from . import machine
 from .published_runs import FAMILIES, Run, figures_of
-from .report import row, write_readme
+from .report import row, write_readme, write_record
 
 BEGIN, END = "<!-- published:begin -->", "<!-- published:end -->"
 
@@ -400,8 +400,7 @@ def main(arguments: list[str] | None = None) -> int:
     path = options.output / "published.json"
     if not options.only_table:
         record = {"name": "published", **machine.describe(), "results": run()}
-        options.output.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(record, options.output)
     results = results_of(json.loads(path.read_text()))
     print(f"{table(results)}\n\n{digest(results)}\n\n{summary(results)}")
     if options.write_docs:

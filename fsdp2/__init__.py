@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .api.merging import merge_units
     from .api.module import FSDPModule, UnshardHandle
     from .api.replicate import replicate
-    from .api.shard_model import shard_model
+    from .api.shard_model import Sharding, shard_model
     from .batches import split_batch
     from .describe.explain import explain
     from .describe.explanation import Explanation
@@ -63,6 +63,7 @@ __all__ = [
     "OffloadPolicy",
     "RanksDisagreeError",
     "ShardPlacementResult",
+    "Sharding",
     "UnshardHandle",
     "broadcast_replicas",
     "check_ranks_agree",
@@ -110,6 +111,7 @@ _HOME = {
     "OffloadPolicy": "policy",
     "RanksDisagreeError": "guards.rank_agreement.store_exchange",
     "ShardPlacementResult": "policy",
+    "Sharding": "api.shard_model",
     "UnshardHandle": "api.module",
     "broadcast_replicas": "api.initialization",
     "check_ranks_agree": "describe.rank_checks",
@@ -150,25 +152,35 @@ _MODULES = (
 )
 # Names that were here before 0.1.0, and go with 0.2.0.
 _MOVED = {
-    "planning": (
-        *("Cluster", "Estimate", "Hardware", "Kernels", "Plan", "Prediction", "Sharding"),
-        *("StateOffload", "Sweep", "TrainingCost", "Workload"),
-        *("register_cost", "sweep", "training_cost"),
-    ),
-    "profiling": ("Profile",),
-    "optim": ("get_total_norm",),
-    "wrap": ("UnitDescription", "units_of"),
+    "Cluster": "planning",
+    "Estimate": "planning",
+    "Hardware": "planning",
+    "Kernels": "planning",
+    "Plan": "planning",
+    "Prediction": "planning",
+    "Profile": "profiling",
+    "StateOffload": "planning",
+    "Sweep": "planning",
+    "TrainingCost": "planning",
+    "UnitDescription": "wrap",
+    "Workload": "planning",
+    "get_total_norm": "optim",
+    "register_cost": "planning",
+    "sweep": "planning",
+    "training_cost": "planning",
+    "units_of": "wrap",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f".{name}", __name__)
-    for module, names in _MOVED.items():
-        if name in names:
-            warn = import_module("warnings").warn
-            warn(f"fsdp2.{name} is fsdp2.{module}.{name} now", DeprecationWarning, stacklevel=2)
-            return getattr(import_module(f".{module}", __name__), name)
+    if name in _MOVED:
+        import warnings
+
+        home = _MOVED[name]
+        warnings.warn(f"fsdp2.{name} is fsdp2.{home}.{name} now", DeprecationWarning, stacklevel=2)
+        return getattr(import_module(f".{home}", __name__), name)
     if name not in _HOME:
         from .common.suggestions import did_you_mean
 

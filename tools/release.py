@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import subprocess
 import sys
 import tempfile
 from datetime import date
@@ -99,5 +98,5 @@ def notes(tree: Path, version: str) -> str:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (RuntimeError, ValueError, subprocess.CalledProcessError) as error:
+    except (RuntimeError, ValueError) as error:
         sys.exit(str(error))

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from harness import ours_only
+from tools import prose
 
 pytestmark = ours_only("about the pages of this package")
 
-ROOT = next(p for p in Path(__file__).parents if (p / "pyproject.toml").exists())
 
-
-@pytest.fixture
-def prose(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import prose
-
-    yield prose
-    sys.modules.pop("prose", None)
-
-
-def found(prose, tmp_path: Path, text: str, name: str = "page.md") -> list[str]:
+def found(tmp_path: Path, text: str, name: str = "page.md") -> list[str]:
     page = tmp_path / name
     page.write_text(text)
     return [f"{each.line}: {each.text}" for each in prose.check(page)]
@@ -44,8 +33,8 @@ LONG = " ".join(["word"] * 31)
         ("x " * 51 + ".\n", "1: a line of 103 columns"),
     ],
 )
-def test_faults_are_found(prose, tmp_path: Path, text: str, expected: str) -> None:
-    assert any(line.startswith(expected) for line in found(prose, tmp_path, text))
+def test_faults_are_found(tmp_path: Path, text: str, expected: str) -> None:
+    assert any(line.startswith(expected) for line in found(tmp_path, text))
 
 
 @pytest.mark.parametrize(
@@ -59,27 +48,27 @@ def test_faults_are_found(prose, tmp_path: Path, text: str, expected: str) -> No
         "[" + "x" * 120 + "](y)\n",
     ],
 )
-def test_nothing_is_found_in_good_pages(prose, tmp_path: Path, text: str) -> None:
-    assert found(prose, tmp_path, text) == []
+def test_nothing_is_found_in_good_pages(tmp_path: Path, text: str) -> None:
+    assert found(tmp_path, text) == []
 
 
-def test_pages_for_users_have_more_limits(prose, tmp_path: Path, monkeypatch) -> None:
+def test_pages_for_users_have_more_limits(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(prose, "ROOT", tmp_path)
     (tmp_path / "docs" / "developers").mkdir(parents=True)
     wide = "| a | b | c | d | e | f | g |\n"
     cell = f"| {' '.join(['word'] * 26)} |\n"
     text = f"{wide}{cell}See `tests/core/test_a.py`.\n" + "\n" * 350
-    for_users = found(prose, tmp_path, text, "docs/page.md")
+    for_users = found(tmp_path, text, "docs/page.md")
     assert [line.partition(": ")[2] for line in for_users] == [
         "a table of 7 columns",
         "a cell of 26 words",
         "a page for users names a file of tests",
         "more than 350 lines",
     ]
-    assert found(prose, tmp_path, text, "docs/developers/page.md") == []
+    assert found(tmp_path, text, "docs/developers/page.md") == []
 
 
-def test_words_in_all_have_a_limit(prose, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_words_in_all_have_a_limit(tmp_path: Path, monkeypatch, capsys) -> None:
     (tmp_path / "docs").mkdir()
     for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "docs/a.md"):
         (tmp_path / name).write_text("one two - | three\n")

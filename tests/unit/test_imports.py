@@ -32,6 +32,12 @@ MODULES = (
     *("checkpoint", "custom", "experts", "optim", "planning", "policy", "profiling", "testing"),
     "wrap",
 )
+# What a training script imports.
+SHARDING = (
+    "from fsdp2 import fully_shard",
+    "from fsdp2 import FSDPModule, optim",
+)
+BY_NAME = "from fsdp2 import Sharding, shard_model"
 # Only those who ask for them need these.
 ON_DEMAND = {"checkpoint", "cli", "describe", "planning", "profiling", "render", "snapshots"}
 
@@ -63,7 +69,7 @@ def test_help_does_not_import_torch(arguments: str) -> None:
 def loaded() -> dict[str, list[str]]:
     """For each import, the modules of the package that are there after it: one process for all."""
     lines = [
-        *("import fsdp2", "from fsdp2 import fully_shard", "from fsdp2 import FSDPModule, optim"),
+        *("import fsdp2", *SHARDING, BY_NAME),
         *(f"import fsdp2.{name}" for name in MODULES),
     ]
     program = (
@@ -88,9 +94,10 @@ def test_the_package_loads_nothing_before_a_name_is_used(loaded: dict[str, list[
 
 
 def test_sharding_loads_nothing_that_training_does_not_need(loaded: dict[str, list[str]]) -> None:
-    for line in ("from fsdp2 import fully_shard", "from fsdp2 import FSDPModule, optim"):
+    for line in SHARDING:
         assert "runtime" in rooms(loaded[line])
         assert rooms(loaded[line]) & ON_DEMAND == set(), line
+    assert rooms(loaded[BY_NAME]) & ON_DEMAND <= {"render"}  # for sizes in words
 
 
 def test_every_way_in_looks_up_private_names_of_torch_first(
@@ -159,9 +166,9 @@ def test_every_public_name_is_what_its_home_has() -> None:
 
 
 def test_names_that_moved_are_found_and_warn() -> None:
-    moved = [(name, home) for home, names in vars(fsdp2)["_MOVED"].items() for name in names]
+    moved = vars(fsdp2)["_MOVED"]
     assert len(moved) > 15
-    for name, home in moved:
+    for name, home in moved.items():
         assert name not in fsdp2.__all__
         with pytest.warns(DeprecationWarning, match=rf"^fsdp2.{name} is fsdp2.{home}.{name} now$"):
             found = getattr(fsdp2, name)
