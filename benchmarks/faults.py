@@ -285,14 +285,14 @@ def summary(record: dict[str, Any]) -> str:
     wrong = [each for each in runs if each["wrong"]]
     return (
         f"{sum(len(each['faults']) for each in runs)} faults in {len(runs)} runs; "
-        f"{len(persons)} runs needed a person, {len(wrong)} ended with wrong numbers"
+        f"{len(persons)} runs needed intervention, {len(wrong)} ended with wrong results"
     )
 
 
 def page_table(record: dict[str, Any]) -> list[str]:
     """The lines of the page's table: faults that no other one overlapped with, by kind."""
     faults = [f for each in record["runs"] for f in each["faults"] if not f["with"]]
-    header = ["fault", "interrupted training", "s until training (longest)"]
+    header = ["fault", "interrupted training", "s to the next step (longest)"]
     header += ["s until all ranks train", "from memory", "steps lost (most)"]
     lines = [row(header), row(["---", *["---:"] * 5])]
     for kind in FAULTS:

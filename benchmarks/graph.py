@@ -285,8 +285,8 @@ def ratio_cell(results: dict[str, dict[str, Any]], name: str) -> str:
 def describe(record: dict[str, Any]) -> str:
     """A sentence on what was measured."""
     return (
-        f"{measured_on(record)} Times and memory: ratios to fsdp2's eager steps. "
-        f"{LM.num_blocks} blocks of {LM.width}, {TOKENS} tokens."
+        f"{measured_on(record)} Times and memory are ratios to fsdp2's eager steps. The model has "
+        f"{LM.num_blocks} blocks of width {LM.width} and trains on {TOKENS} tokens."
     )
 
 

@@ -184,7 +184,7 @@ def _trained(way: Way) -> nn.Module:
 
 def optimizer_bytes(device: str) -> list[str]:
     """The rows of the table of optimizer state on a device: counted, not timed."""
-    lines = [row(["AdamW's state", "on the device at most, MiB", "elsewhere, MiB"]), _rule(3)]
+    lines = [row(["AdamW's state", "peak on the device, MiB", "elsewhere, MiB"]), _rule(3)]
     model = Stack(SIZES.config).to(device)
     state = 2 * sum(p.nbytes for p in model.parameters()) / MIB
     lines.append(row(["on the device", f"{state:.1f}", "0"]))
@@ -200,7 +200,7 @@ def optimizer_bytes(device: str) -> list[str]:
                     p.grad = torch.ones_like(p)
                 optimizer.step()
             counts = vars(optimizer)["_fsdp2_pager"].counts
-            name = f"{'host' if to == 'cpu' else 'files'}, {limit} MiB stay, parts of 2 MiB"
+            name = f"{'host' if to == 'cpu' else 'files'}, limit {limit} MiB, chunks of 2 MiB"
             most = (counts.kept + counts.back_peak) / MIB
             lines.append(row([name, f"{most:.1f}", f"{counts.away / MIB:.1f}"]))
     return lines
@@ -226,7 +226,10 @@ def optimizer_times(rounds: int, folder: Path) -> list[str]:
         _rule(4),
         row(["in host memory", str(mib), f"{1000 * memory:.0f}", "1"]),
         row(
-            ["in files, parts of 32 MiB", "at most 4 parts", f"{1000 * files:.0f}", f"{ratio:.2f}"]
+            [
+                *("in files, chunks of 32 MiB", "at most 4 chunks"),
+                *(f"{1000 * files:.0f}", f"{ratio:.2f}"),
+            ]
         ),
     ]
 

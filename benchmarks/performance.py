@@ -37,15 +37,26 @@ IN_README = {
     "AdamW step": "AdamW step of 64 such blocks",
 }
 
+# How the page words a title, by its beginning: records, and tables of a whole suite, have others.
+ON_PAGE = {
+    "AdamW step of that stack": "AdamW step of the small blocks",
+    "held between steps above own state": "memory between steps, beyond shards",
+    "peak memory above own state": "peak memory in a step, beyond shards",
+    "hook time per unit and step": "host time per small block and step",
+    "2-D: tensor parallel x sharded LM forward+backward": (
+        "LM forward+backward, tensor parallel x sharded"
+    ),
+    "copied outside collectives": "bytes copied outside collectives",
+}
 # What limits each measure of fsdp2, by the beginning of its title.
 LIMITS = {
-    "LM forward+backward, fp32": "bytes: each is copied once, by the core that computes",
-    "LM forward+backward, bf16": "casts of shards, and bytes as in fp32",
-    "2-D": "half of the work is DTensor's operators, the same in both libraries",
-    "hook time": "Python frames, operators, first touch of memory",
-    "AdamW step of that stack": "looking at the `.grad` and the state of every parameter",
-    "peak memory": "one unit gathered ahead, and one whose gradients are on their way",
-    "held between steps": "nothing is held",
+    "LM forward+backward, fp32": "copying each byte once, on the core that computes",
+    "LM forward+backward, bf16": "casting shards, and copying as in fp32",
+    "2-D": "DTensor's operators take half the time in both libraries",
+    "hook time": "Python calls, torch's operators, first touch of memory",
+    "AdamW step of that stack": "checking `.grad` and state of every parameter",
+    "peak memory": "one prefetched unit, and one unit whose gradients are being reduced",
+    "held between steps": "no memory is held",
     "copied outside": "small parameters, which are packed",
 }  # fmt: skip
 
@@ -88,14 +99,22 @@ def limit_of(title: str) -> str:
     raise KeyError(f"LIMITS in {Path(__file__).name} says nothing about {title!r}")
 
 
+def on_page(title: str) -> str:
+    """A title as the page words it."""
+    for beginning, words in ON_PAGE.items():
+        if title.startswith(beginning):
+            return words + title.removeprefix(beginning)
+    return title
+
+
 def table(rows: list[dict[str, Any]], floors: dict[str, dict[str, Any]]) -> str:
     """All rows, with floors where there are any."""
-    header = ["measure", OURS, "best peer", f"{OURS} / best peer", f"{OURS} / floor"]
+    header = ["measure", OURS, "best baseline", f"{OURS} / baseline", f"{OURS} / floor"]
     lines = [row([*header, "what limits it"]), row(["---"] * (len(header) + 1))]
     for each in rows:
         floor = floors.get(each["title"])
         lines.append(row([
-            f"{each['title']}, {each['unit']}",
+            f"{on_page(each['title'])}, {each['unit']}",
             number(each["ours"]),
             f"{number(each['theirs'])} ({each['peer']})",
             "too noisy" if each["noisy"] else number(each["ratio"]),

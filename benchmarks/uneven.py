@@ -292,7 +292,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def table(record: dict[str, Any]) -> str:
     """Markdown: a row for each variant, and a sentence on what the plan predicted."""
-    header = ["batches", "samples", "ms of a step", "largest error of a gradient"]
+    header = ["batches", "samples", "ms per step", "largest gradient error"]
     lines = [row(header), row(["---"] * len(header))]
     results = record["results"]
     for name, made in results.items():

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
@@ -140,8 +141,12 @@ def use_best_settings(model: nn.Module, kinds: tuple[type[nn.Module], ...] = (Bl
     backward_units = [model, *reversed(blocks)]
     for unit, following in pairwise(backward_units):
         unit.set_modules_to_backward_prefetch([following])
+    wrappers = [m for m in model.modules() if isinstance(m, CheckpointWrapper)]
+    recomputed = {module for wrapper in wrappers for module in wrapper.modules()}
     for unit in units:
-        if isinstance(unit, nn.Embedding):  # (as fsdp2 does by itself)
+        # As fsdp2 does by itself. A recomputation reads the weight: where it does not stop before
+        # it does, torch's FSDP2 raises with this setting.
+        if isinstance(unit, nn.Embedding) and unit not in recomputed:
             unit.set_unshard_in_backward(False)
     if hasattr(model, "set_separate_reduce_scatter_group"):
         model.set_separate_reduce_scatter_group(True)

@@ -161,8 +161,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="the table into docs/performance.md")
     options = parser.parse_args()
     about = machine.describe()
-    heads = ["per rank", "fsdp2", "compared with", "its time, ms", "fsdp2, ms"]
-    heads += ["ratio (range)", "of CPU time"]
+    heads = ["per rank", "fsdp2", "baseline", "baseline, ms", "fsdp2, ms"]
+    heads += ["time ratio (range)", "CPU time ratio"]
     lines = [report.row(heads), report.row(["---"] * len(heads))]
     for model in options.models:
         with tempfile.TemporaryDirectory(prefix="bench_waits_", dir=options.folder) as folder:

@@ -30,6 +30,7 @@ from .module import FSDPModule
 from .torch_compat import TorchFSDPModule
 
 _BOTTOM_UP = "Call it bottom-up: on the blocks of a model first, then on the model"
+_PACKAGE = __name__.partition(".")[0]
 _SCRIPTED = "torch.jit fixes the parameters of the module that it was made from"
 
 
@@ -138,18 +139,26 @@ def backward_reads_parameters(modules: Iterable[nn.Module]) -> bool:
     """Whether backward reads the parameters of ``modules``: an embedding's reads only indices."""
     for module in modules:
         # Hooks may compute the weight from others (`spectral_norm`) or use it, and so may a tensor
-        # subclass. The hooks of tensor parallelism only lay out inputs and outputs.
+        # subclass.
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
         only_looks_up = (
             type(module) is nn.Embedding
             and [name for name, _ in module.named_parameters()] == ["weight"]
             and type(module.weight) in (nn.Parameter, DTensor)
             and "forward" not in vars(module)
-            and all(getattr(h, "__module__", "").startswith(DTensor.__module__) for h in hooks)
+            and all(map(reads_no_weight, hooks))
         )
         if not only_looks_up:
             return True
     return False
+
+
+def reads_no_weight(hook: object) -> bool:
+    """Whether ``hook``, of a module, is known not to read its weight.
+
+    The hooks of tensor parallelism only lay out inputs and outputs. The others are ours.
+    """
+    return getattr(hook, "__module__", "").startswith((DTensor.__module__, f"{_PACKAGE}."))
 
 
 def checked_ignored(ignored: Any) -> set[nn.Parameter]:

@@ -65,14 +65,14 @@ PATCHES = (
         _SHARD,
         "errors name the parameter and what to call instead",
         "two Python calls",
-        "torch's message alone",
+        "only torch's message",
     ),
     Patch(
         "torch.distributed.tensor.DTensor",
         ("__setitem__",),
         _SHARD,
         "as above; `param[0] = value` on a sharded dim raises",
-        "on DTensors, one more indexing",
+        "one more indexing operation on DTensors",
         "such a write goes to a copy and is lost",
     ),
     Patch(
@@ -81,7 +81,7 @@ PATCHES = (
         _SHARD,
         "a gathered parameter reports why it lacks these; `hasattr` stays False",
         "none",
-        "Python's message alone",
+        "only Python's message",
         adds=True,
     ),
     Patch(
@@ -90,7 +90,7 @@ PATCHES = (
         _SHARD,
         "a timeout names the parameter and the missing ranks",
         "two Python calls",
-        "the backend's message alone",
+        "only the backend's message",
     ),
     Patch(
         "torch.nn.utils.clip_grad",
@@ -98,13 +98,13 @@ PATCHES = (
         _SHARD,
         "as above for `clip_grad_norm_`; an error names `fsdp2.clip_grad_norm_`",
         "one Python call",
-        "the messages of torch and the backend alone",
+        "only the messages of torch and the backend",
     ),
     Patch(
         "torch.distributed.fsdp._fully_shard._fsdp_init",
         ("_get_managed_modules",),
         _SHARD,
-        "torch's `fully_shard` refuses modules sharded by ours",
+        "torch's `fully_shard` rejects modules sharded by fsdp2",
         "one walk over the modules",
         "torch's `AssertionError` or `TypeError`",
     ),
@@ -123,7 +123,7 @@ PATCHES = (
             *("Adamax.step", "NAdam.step", "RAdam.step", "RMSprop.step", "Rprop.step", "SGD.step"),
         ),
         _SHARD,
-        "steps on local shards; `fsdp2.optim.dtensor_step` of an optimizer turns it off",
+        "steps run on local shards; `fsdp2.optim.dtensor_step(optimizer)` turns this off",
         "two Python calls",
         "these steps are several times slower",
     ),
@@ -131,15 +131,15 @@ PATCHES = (
         "torch.autograd.graph",
         ("_engine_run_backward",),
         _SHARD,
-        "`backward(inputs=...)` of sharded parameters computes their gradients",
+        "`backward(inputs=...)` with sharded parameters computes their gradients",
         "one Python call per backward; with `inputs`, a check of each",
-        "it leaves no gradient; the next optimizer step warns if there is none at all",
+        "it computes no gradient; the next optimizer step warns if there is none at all",
     ),
     Patch(
         "torch.autograd",
         ("_engine_run_backward",),
         _SHARD,
-        "its import of the same function; `torch.autograd.grad` reports what to call instead",
+        "as above, in another module; `torch.autograd.grad` reports what to call instead",
         "see above",
         "see above; `grad` raises torch's message, or returns None",
     ),
@@ -155,7 +155,7 @@ PATCHES = (
         "torch.optim.Optimizer",
         ("zero_grad",),
         _FORWARD,
-        "frees dropped gradients; waits for a failed backward before it writes zeros",
+        "frees dropped gradients; after a failed backward, waits before it writes zeros",
         "a check of each unit",
         "gradients are freed at the next forward; after a failed backward, call "
         "`model.zero_grad()`",
@@ -180,13 +180,13 @@ PATCHES = (
 
 # Function in the package -> what for. The first five are hooks of the steps of all optimizers.
 REGISTERED = {
-    "guards.optimizer_checks._check_unreduced": "a step before gradients are reduced warns",
-    "guards.optimizer_checks._check_originals": "an optimizer built before `fully_shard` raises",
-    "guards.optimizer_checks._check_flattening": "LBFGS raises for uneven shards",
-    "guards.optimizer_checks._check_unpatched": f"with `{VARIABLE}=0`: see above",
-    "optim.quantized.warn_of_differences": "state that is quantized shard by shard warns",
-    "api.library_methods._check_registration": "`torch.nn.utils.prune` of shards raises",
-    "dtensor.memory._record_stream": "`record_stream` of a shard records the whole memory block",
+    "guards.optimizer_checks._check_unreduced": "warns about steps before gradients are reduced",
+    "guards.optimizer_checks._check_originals": "raises for optimizers built before `fully_shard`",
+    "guards.optimizer_checks._check_flattening": "raises for LBFGS over uneven shards",
+    "guards.optimizer_checks._check_unpatched": f"with `{VARIABLE}=0`, checks each optimizer step",
+    "optim.quantized.warn_of_differences": "warns about state that is quantized shard by shard",
+    "api.library_methods._check_registration": "raises for `torch.nn.utils.prune` of shards",
+    "dtensor.memory._record_stream": "makes `record_stream` of a shard record its memory block",
 }
 
 _PATCH_OF = {path: patch for patch in PATCHES for path in patch.paths}

@@ -234,6 +234,32 @@ def test_hooks_of_tensor_parallelism_read_no_weights() -> None:
     assert not unit.config.unshard_in_backward
 
 
+def scaled(module: nn.Module, args: Any) -> Any:
+    """Puts the weight into the graph of what follows."""
+    module.factor = module.weight.square().sum()  # type: ignore[operator]
+
+
+LATE_READERS: dict[str, Callable[[nn.Embedding], Any]] = {
+    "pre-hook": lambda embedding: embedding.register_forward_pre_hook(scaled),
+    "forward hook": lambda embedding: embedding.register_forward_hook(similar, prepend=True),
+}
+
+
+def assert_trains_as_plain(plain: Any, model: Any) -> None:
+    plain.zero_grad()
+    model.zero_grad()
+    for network in (plain, model):
+        output = network(torch.arange(6)).square().sum()
+        (output * getattr(network[0], "factor", 1)).backward()
+    assert_same_gradients(model, plain)
+
+
+def sharded_by_layer(model: Any) -> Any:
+    for layer in model:
+        fully_shard(layer, **gathering())
+    return fully_shard(model, **gathering())
+
+
 @pytest.mark.parametrize("reader", list(READERS))
 @distributed(2)
 def test_an_embedding_whose_weight_something_else_reads(reader: str) -> None:
@@ -245,17 +271,23 @@ def test_an_embedding_whose_weight_something_else_reads(reader: str) -> None:
             embedding.register_forward_hook(lambda m, args, output: m.scale(output))
         return nn.Sequential(embedding, nn.Linear(8, 8), nn.Linear(8, 3)).double()
 
-    plain, model = make(), make()
-    for layer in model:
-        fully_shard(layer, **gathering())
-    fully_shard(model, **gathering())
-    tokens = torch.arange(6)
+    plain, model = make(), sharded_by_layer(make())
     for _ in range(2):
-        plain.zero_grad()
-        model.zero_grad()
-        for network in (plain, model):
-            network(tokens).square().sum().backward()
-        assert_same_gradients(model, plain)
+        assert_trains_as_plain(plain, model)
+
+
+@pytest.mark.parametrize("reader", list(LATE_READERS))
+@distributed(2)
+def test_an_embedding_whose_weight_something_reads_later(reader: str) -> None:
+    def make() -> Any:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)).double()
+
+    plain, model = make(), sharded_by_layer(make())
+    assert_trains_as_plain(plain, model)
+    for network in (plain, model):
+        LATE_READERS[reader](network[0])
+    assert_trains_as_plain(plain, model)
 
 
 class Either(nn.Module):

@@ -319,7 +319,7 @@ def table() -> str:
 
 
 _COLUMNS: dict[str, dict[str, Any]] = {
-    "Settings of training": TRAINING,
+    "Training settings": TRAINING,
     "Ranks before and after resuming": RESUMING,
 }
 

@@ -14,19 +14,6 @@ from typing import Any, NamedTuple
 import torch
 
 
-def _objects_held_by_cpp() -> int:
-    """References to a tensor's Python object that C++ holds once it refers to the tensor itself."""
-    # Measured, since it depends on how torch is built: 1 where torch keeps the object alive for as
-    # long as C++ may hand it out again (2.10 and later); before, it revived a dead object.
-    tensor = torch.zeros(1, device="cpu", requires_grad=True)
-    before = sys.getrefcount(tensor)
-    graph = tensor * 2  # its accumulation node refers to `tensor`
-    return sys.getrefcount(tensor) - before if graph.requires_grad else 0
-
-
-_HELD_BY_CPP = _objects_held_by_cpp()
-
-
 class References(NamedTuple):
     """Counts at one moment.
 
@@ -47,11 +34,11 @@ class References(NamedTuple):
         Args:
             not_counting: Python references that come and go with registration in modules.
         """
-        # C++ takes its one reference to the object with the second reference to the tensor. Counted
-        # as Python's, it would look like a user's, and no parameter that backward uses would be
-        # freed.
+        # With the second reference to the tensor, C++ takes one reference to its Python object.
+        # Counted as Python's, it would look like a user's, and no parameter that backward uses
+        # would be freed.
         uses = tensor._use_count()
-        objects = sys.getrefcount(tensor) - not_counting - (_HELD_BY_CPP if uses > 1 else 0)
+        objects = sys.getrefcount(tensor) - not_counting - (uses > 1)
         return cls(torch._C._storage_Use_Count(storage._cdata), uses, objects)
 
     def exceed(self, before: References, *, accumulates_gradient: bool) -> bool:
