@@ -24,7 +24,7 @@ for block in model.blocks:
     fully_shard(block)
 fully_shard(model)
 # Now each rank allocates memory for its shards, and model.init_weights() fills them. With a seed,
-# the weights equal the weights of step 1 bit for bit, on any number of ranks.
+# the weights are bit-for-bit identical to those from step 1, on any number of ranks.
 materialize(model, seed=0)
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,15 @@ def plain_modules(model: nn.Module) -> list[nn.Module] | None:
     return list(found)
 
 
+def registered_tensors(model: nn.Module) -> list[Tensor]:
+    """The parameters and buffers of ``model``; a tensor in several places may be listed again."""
+    modules = plain_modules(model)
+    if modules is None:
+        return [*model.parameters(), *model.buffers()]
+    tables = chain.from_iterable((m._parameters.values(), m._buffers.values()) for m in modules)
+    return [tensor for table in tables for tensor in table if tensor is not None]
+
+
 def own_state(model: nn.Module) -> dict[str, Tensor]:
     """``model.state_dict()`` with the parameters and buffers themselves, where hooks leave them."""
     # What hooks compute is no part of a graph: they may need a leaf, and nothing goes backward.
@@ -49,7 +59,7 @@ def load_through_hooks(model: nn.Module, filled: Mapping[str, Tensor]) -> None:
     Raises:
         RuntimeError: if a parameter gets no value, as nothing reverses what the hooks do.
     """
-    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    own = {id(tensor) for tensor in registered_tensors(model)}
     if all(id(value) in own for value in filled.values()):
         return
     keys = model.load_state_dict({n: v.detach() for n, v in filled.items()}, strict=False)

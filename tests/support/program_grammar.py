@@ -179,6 +179,7 @@ FAMILIES: dict[str, tuple[Draw[Operation], ...]] = {
         of("move"),
         of("cast"),
         of("merge", one(100, 1000)),
+        of("hooked", numbers),
     ),
     "optimizers": (
         of("optimizer", one(*OPTIMIZERS), one(*WRAPPED)),

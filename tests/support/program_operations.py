@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import fsdp2
 from counted import CountedReduceScatter
@@ -40,6 +40,19 @@ class CustomReduceScatter(CountedReduceScatter):
     """A reduce-scatter of the user's."""
 
     allocate = CustomGather.allocate
+
+
+def keep_square(module: nn.Module, args: object) -> None:
+    """A hook that computes something from the module's weight."""
+    weight = getattr(module, "weight", None)
+    if weight is not None and weight.numel():
+        vars(module)["square"] = weight.square().mean()
+
+
+def add_square(module: nn.Module, args: object, output: Tensor) -> Tensor:
+    """A hook that adds what `keep_square` computed."""
+    square = vars(module).pop("square", None)
+    return output if square is None else output + square.to(output.dtype) / 8
 
 
 class Run(InBetween):
@@ -197,6 +210,13 @@ class Run(InBetween):
         if isinstance(node, FSDPModule) and reads_none and not list(node.parts()):
             node.set_unshard_in_backward(False)
         self.step("reduce")
+
+    def hooked(self, number: int) -> None:
+        """The user adds hooks that compute with the weight of a module."""
+        for node in self.node(number):
+            owner: Any = getattr(node.own, "table", node.own)
+            owner.register_forward_pre_hook(keep_square)
+            owner.register_forward_hook(add_square)
 
     def custom(self, number: int, gathers: bool, reduces: bool) -> None:
         """A unit communicates by functions of the user's."""

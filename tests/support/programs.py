@@ -151,6 +151,9 @@ def shard(program: Program, model: Node) -> Node:
     for node in nodes(model):
         if holders[id(node.own)] > 1 and not isinstance(node.own, FSDPModule):
             fully_shard(node.own, shard_placement_fn=place, **inner)
+    for node in [*nodes(model), model]:
+        if node.own.kind == "table" and node.layer.unit not in ("", "replicated"):
+            fully_shard(node.own.table, shard_placement_fn=place, **inner)
     done: set[Node] = set()
     for group in groups(model):
         if done.intersection(group):

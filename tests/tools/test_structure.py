@@ -42,8 +42,8 @@ PLANNING = ("planning",)
 LIMITS = {
     structure.KERNEL: (27, 4890, 492),
     ("transports",): (15, 2089, 232),
-    ("features",): (23, 2489, 278),
-    ("guards",): (10, 969, 103),
+    ("features",): (23, 2483, 277),
+    ("guards",): (10, 965, 102),
     ("api/comm_settings.py",): (1, 141, 16),
     PLANNING: (60, 10512, 959),
 }

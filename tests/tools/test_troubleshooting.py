@@ -20,7 +20,7 @@ from pages import ROOT
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
 PACKAGE = Path(fsdp2.__file__).parent
-OURS = ("A checkpoint will not load or save", "Messages of fsdp2")
+OURS = ("A checkpoint will not load or save", "Messages from fsdp2")
 
 
 def messages(heading: str) -> list[str]:

@@ -13,7 +13,7 @@ How often bytes are read depends on what they overwrite:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...common.memory import device_for, usual_device
-from ...common.modules import load_through_hooks, plain_modules
+from ...common.modules import load_through_hooks, registered_tensors
 from ...dtensor.boxes import Box
 from ...dtensor.from_local import laid_out_as
 from ..errors import CheckpointError, some
@@ -157,7 +157,7 @@ def check_meta(found: ModelTensors, model: nn.Module, to_be_filled: set[str]) ->
     # During forward and backward, a sharded model registers other parameters under these names.
     any_meta = any(t.is_meta for t in found.tensors.values())
     # Names cost more than all else that is done for a tensor, and most models need none here.
-    if not _has_meta(model):
+    if not any(tensor.is_meta for tensor in registered_tensors(model)):
         return any_meta
     tensors = {n: t for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta}
     left = [n for n in tensors if found.aliases.get(n, n) not in to_be_filled]
@@ -168,21 +168,6 @@ def check_meta(found: ModelTensors, model: nn.Module, to_be_filled: set[str]) ->
             "does it by model.init_weights(); give parameters values, or leave them out"
         )
     return any_meta
-
-
-def _has_meta(model: nn.Module) -> bool:
-    """Whether any parameter or buffer is on the meta device; True if only names can tell."""
-    modules = plain_modules(model)
-    if modules is None:
-        return True
-    return any(tensor.is_meta for tensor in _tensors_in(modules))
-
-
-def _tensors_in(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
-    for module in modules:
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None:
-                yield tensor
 
 
 def _make_real(
@@ -196,11 +181,7 @@ def _make_real(
     meta = [w for w in wanted if w.tensor.is_meta]
     if not meta or model is None:
         return {}
-    modules = plain_modules(model)
-    if modules is None:
-        registered = {id(t) for t in (*model.parameters(), *model.buffers())}
-    else:
-        registered = {id(t) for t in _tensors_in(modules)}
+    registered = {id(tensor) for tensor in registered_tensors(model)}
     derived = [w.name for w in meta if id(w.tensor) not in registered]
     if derived:
         raise CheckpointError(

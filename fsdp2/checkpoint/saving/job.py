@@ -279,7 +279,6 @@ class SaveHandle:
         self._error: BaseException | None = None
         self._started = time.monotonic()
         self._finished: float | None = None
-        self.blocked_s = 0.0
 
     def _run(self, staged: Staged | None = None, after: Any = None) -> None:
         try:
