@@ -254,7 +254,7 @@ def outcomes(case: OptimizerCase, key: str) -> dict[str, Outcome]:
                 expected = reference(case, dtype)
             break
         except Exception as error:
-            reason = f"fails on one process: {_described(error)}"
+            reason = f"error on a single process: {_described(error)}"
     if expected is None:
         return dict.fromkeys(WAYS, Outcome("not trained", reason))
     return {way: try_way(case, way, expected, f"{key}/{way}") for way in WAYS}

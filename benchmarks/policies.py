@@ -159,7 +159,7 @@ def begins_to_pay(runs: dict[str, Any], name: str, speeds: list[str]) -> str:
 
 def table(results: dict[str, Any], speeds: list[str]) -> str:
     """Markdown: milliseconds of a step, and the ratio to that in full."""
-    header = ["computes in", "policy", "MB sent per step, told", "counted", *speeds, "pays from",
+    header = ["computes in", "policy", "MB sent per step, told", "counted", *speeds, "pays up to",
               "loss"]  # fmt: skip
     lines = [row(header), row(["---"] * len(header))]
     for precision, runs in results.items():
@@ -174,9 +174,9 @@ def table(results: dict[str, Any], speeds: list[str]) -> str:
 
 
 def page_table(results: dict[str, Any]) -> str:
-    """The table of the page: what is sent, times on slow links, and from where a policy pays."""
+    """The table of the page: what is sent, times on slow links, and up to where a policy pays."""
     speeds = [s for s in PAGE_SPEEDS if s in next(iter(results.values()))[FULL]["seconds"]]
-    header = ["computes in, policy", "MB sent", *speeds, "pays from"]
+    header = ["computes in, policy", "MB sent", *speeds, "pays up to"]
     lines = [row(header), row(["---"] * len(header))]
     for precision, runs in results.items():
         for name, made in runs.items():

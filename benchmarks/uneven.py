@@ -304,7 +304,7 @@ def table(record: dict[str, Any]) -> str:
     speeds = " and ".join(f"{speed:g}" for speed in record["hardware"]["speeds"])
     return (
         "\n".join(lines)
-        + f"\n\n`fsdp2 doctor` measured speeds of {speeds}. Batches by speed shorten "
+        + f"\n\n`fsdp2 doctor` measured speeds of {speeds}. Sizing batches by speed shortens "
         f"the step by {100 * (1 - statistics.median(found)):.0f} %; the plan predicted "
         f"{100 * (1 - record['predicted']):.0f} %."
     )

@@ -292,10 +292,10 @@ def machine_of(record: dict[str, Any]) -> tuple[Any, ...]:
 
 def describe(record: dict[str, Any]) -> str:
     """What was measured, in Markdown."""
-    commits = {found["commit"][:12] for each in record["cells"].values() for found in each.values()}
-    others = sorted(commits - {record["commit"][:12]})
+    commits = {found["commit"] for each in record["cells"].values() for found in each.values()}
+    earlier = " Some cells: earlier commits." if commits - {record["commit"]} else ""
     parts = [
-        f"{measured_on(record)}{' Some cells: ' + ', '.join(others) + '.' if others else ''}"
+        f"{measured_on(record)}{earlier}"
         " Time / peak memory of fsdp2, each divided by torch FSDP2's with its best settings:",
         table(record),
         "The same for DDP, which keeps whole parameters and gradients:",

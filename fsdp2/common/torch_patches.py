@@ -139,7 +139,8 @@ PATCHES = (
         "torch.autograd",
         ("_engine_run_backward",),
         _SHARD,
-        "as above, in a second module; errors in `torch.autograd.grad` name what to call instead",
+        "as above, for the copy that `torch.autograd` imports; errors in `torch.autograd.grad` "
+        "name what to call instead",
         "see above",
         "see above; `grad` raises torch's error or returns None",
     ),
@@ -155,7 +156,8 @@ PATCHES = (
         "torch.optim.Optimizer",
         ("zero_grad",),
         _FORWARD,
-        "frees dropped gradients; after a failed backward, waits before it writes zeros",
+        "frees gradients set to None; after a failed backward, waits for its reductions before "
+        "writing zeros",
         "a check of each unit",
         "gradients are freed at the next forward; after a failed backward, call "
         "`model.zero_grad()`",
@@ -180,13 +182,15 @@ PATCHES = (
 
 # Function in the package -> what for. The first five are hooks of the steps of all optimizers.
 REGISTERED = {
-    "guards.optimizer_checks._check_unreduced": "warns about steps before gradients are reduced",
+    "guards.optimizer_checks._check_unreduced": (
+        "warns about steps taken before gradients are reduced"
+    ),
     "guards.optimizer_checks._check_originals": "rejects optimizers built before `fully_shard`",
     "guards.optimizer_checks._check_flattening": "rejects LBFGS on uneven shards",
     "guards.optimizer_checks._check_unpatched": f"with `{VARIABLE}=0`, checks each optimizer step",
     "optim.quantized.warn_of_differences": "warns about state that is quantized shard by shard",
     "api.library_methods._check_registration": "rejects `torch.nn.utils.prune` on shards",
-    "dtensor.memory._record_stream": "makes `record_stream` on a shard record its memory block",
+    "dtensor.memory._record_stream": "extends `record_stream` on a shard to the whole memory block",
 }
 
 _PATCH_OF = {path: patch for patch in PATCHES for path in patch.paths}

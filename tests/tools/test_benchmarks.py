@@ -332,7 +332,7 @@ def test_a_policy_pays_from_the_fastest_link_where_it_is_faster(
     )
     monkeypatch.setattr(policies, "PAGE_SPEEDS", ("slow", "not measured"))
     assert policies.page_table({"fp32 compute": runs}).splitlines() == [
-        "| computes in, policy | MB sent | slow | pays from |",
+        "| computes in, policy | MB sent | slow | pays up to |",
         "| --- | --- | --- | --- |",
         "| fp32, no policy | 1.00 | 8000 | - |",
         "| fp32, int8 | 1.00 | 4000, 0.50 | slow |",
@@ -468,7 +468,7 @@ def test_batches_by_speed_are_compared_within_rounds() -> None:
     first, second, _, last = told.splitlines()[2:]
     assert first == "| equal batches | 12 + 12 | 4000 | 0e+00 |"
     assert second == "| batches by speed | 16 + 8 | 2400, 0.60 (0.50 to 0.75) | 2e-07 |"
-    assert last.endswith("speed shorten the step by 40 %; the plan predicted 34 %.")
+    assert last.endswith("speed shortens the step by 40 %; the plan predicted 34 %.")
 
 
 def _published(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -93,15 +94,16 @@ def test_a_thread_that_never_begins_is_waited_for(monkeypatch: pytest.MonkeyPatc
     """As where it gets no memory: `Thread.start` then waits without a limit."""
     never = threading.Thread(target=lambda: None)
     starter = threading.Thread(target=never.start, daemon=True)
-    begun, begin = threading.Event(), threading._start_new_thread  # type: ignore[attr-defined]
+    name = "_start_joinable_thread" if sys.version_info >= (3, 13) else "_start_new_thread"
+    begun, begin = threading.Event(), getattr(threading, name)
 
-    def refuse(function: Any, arguments: Any, *more: Any) -> Any:
+    def refuse(*arguments: Any, **options: Any) -> Any:
         if threading.current_thread() is starter:
             begun.set()
             return None  # as if it had been started
-        return begin(function, arguments, *more)
+        return begin(*arguments, **options)
 
-    monkeypatch.setattr(threading, "_start_new_thread", refuse)
+    monkeypatch.setattr(threading, name, refuse)
     assert look([], {}, threading.get_ident()).waits_for == ""
     starter.start()
     begun.wait()
