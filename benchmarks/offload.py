@@ -221,16 +221,12 @@ def optimizer_times(rounds: int, folder: Path) -> list[str]:
     ratio = statistics.median(files / memory for memory, files in times)
     memory, files = (statistics.median(column) for column in zip(*times, strict=True))
     mib = sum(2 * p.nbytes for p in params[0]) // MIB
+    in_files = ["in files, chunks of 32 MiB", "at most 4 chunks"]
     return [
         row(["fused AdamW on the CPU", "state in host memory, MiB", "ms", "ratio"]),
         _rule(4),
         row(["in host memory", str(mib), f"{1000 * memory:.0f}", "1"]),
-        row(
-            [
-                *("in files, chunks of 32 MiB", "at most 4 chunks"),
-                *(f"{1000 * files:.0f}", f"{ratio:.2f}"),
-            ]
-        ),
+        row([*in_files, f"{1000 * files:.0f}", f"{ratio:.2f}"]),
     ]
 
 

@@ -31,8 +31,8 @@ SECONDARY = (
 # Rows of the README: what a title begins with, and what is shown in its place.
 IN_README = {
     "LM forward+backward, fp32": "forward and backward, language model of 34M parameters",
-    "LM forward+backward, bf16": "the same in bf16, gradients reduced in fp32",
     "peak memory above own state, fp32": "peak memory of that model, beyond the rank's own shards",
+    "peak memory above own state, bf16": "the same in bf16, gradients reduced in fp32",
     "hook time": "host time that sharding adds to a block of nine small parameters",
     "AdamW step": "AdamW step of 64 such blocks",
 }
@@ -93,18 +93,21 @@ def limit_of(title: str) -> str:
     Raises:
         KeyError: if nothing is written about it.
     """
-    for beginning, limit in LIMITS.items():
-        if title.startswith(beginning):
-            return limit
-    raise KeyError(f"LIMITS in {Path(__file__).name} says nothing about {title!r}")
+    beginning = _beginning(title, LIMITS)
+    if beginning is None:
+        raise KeyError(f"LIMITS in {Path(__file__).name} says nothing about {title!r}")
+    return LIMITS[beginning]
 
 
 def on_page(title: str) -> str:
     """A title as the page words it."""
-    for beginning, words in ON_PAGE.items():
-        if title.startswith(beginning):
-            return words + title.removeprefix(beginning)
-    return title
+    beginning = _beginning(title, ON_PAGE)
+    return title if beginning is None else ON_PAGE[beginning] + title.removeprefix(beginning)
+
+
+def _beginning(title: str, table: dict[str, str]) -> str | None:
+    """The key of ``table`` with which ``title`` begins."""
+    return next((key for key in table if title.startswith(key)), None)
 
 
 def table(rows: list[dict[str, Any]], floors: dict[str, dict[str, Any]]) -> str:
