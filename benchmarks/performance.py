@@ -31,6 +31,7 @@ SECONDARY = (
 # Rows of the README: what a title begins with, and what is shown in its place.
 IN_README = {
     "LM forward+backward, fp32": "forward and backward, language model of 34M parameters",
+    "LM forward+backward, bf16": "the same, computing in bf16",
     "peak memory above own state, fp32": "peak memory of that model, beyond the rank's own shards",
     "peak memory above own state, bf16": "the same in bf16, gradients reduced in fp32",
     "hook time": "host time that sharding adds to a block of nine small parameters",

@@ -5,7 +5,7 @@ The kernel depends on none of them: each registers itself when it is imported.
 
 from torch import nn
 
-from .api import comm_settings, default_step, late_hooks, library_methods, no_sync, torch_errors
+from .api import comm_settings, default_step, library_methods, lookups, no_sync, torch_errors
 from .api.module import add_methods
 from .features import (
     deferred_weight_grads,
@@ -46,7 +46,7 @@ PARTS = (
     inplace_inputs,
     transforms,
     *(first_forward, initial_values, gathered_writes, optimizer_checks, requested_gradients),
-    *(lost_writes, unwritten, library_methods, default_step, torch_errors),
+    *(lost_writes, unwritten, library_methods, lookups, default_step, torch_errors),
 )
 registry.arrange([module.__name__ for module in PARTS])
 
@@ -77,9 +77,6 @@ class PartMethods(nn.Module):
     # The caller ends iterations.
     set_manual_backward_finalization = finalization.set_manual_backward_finalization
     finalize_backward = finalization.finalize_backward
-    # Hooks that may read the weight of an embedding.
-    register_forward_pre_hook = late_hooks.register_forward_pre_hook
-    register_forward_hook = late_hooks.register_forward_hook
     # Errors with advice.
     load_state_dict = torch_errors.load_state_dict
 

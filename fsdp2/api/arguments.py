@@ -136,29 +136,16 @@ def meant_reshard(value: Any, num_shards: int) -> Any:
 
 
 def backward_reads_parameters(modules: Iterable[nn.Module]) -> bool:
-    """Whether backward reads the parameters of ``modules``: an embedding's reads only indices."""
-    for module in modules:
-        # Hooks may compute the weight from others (`spectral_norm`) or use it, and so may a tensor
-        # subclass.
-        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-        only_looks_up = (
-            type(module) is nn.Embedding
-            and [name for name, _ in module.named_parameters()] == ["weight"]
-            and type(module.weight) in (nn.Parameter, DTensor)
-            and "forward" not in vars(module)
-            and all(map(reads_no_weight, hooks))
-        )
-        if not only_looks_up:
-            return True
-    return False
+    """Whether backward reads the parameters of ``modules``: a lookup's reads only indices.
 
-
-def reads_no_weight(hook: object) -> bool:
-    """Whether ``hook``, of a module, is known not to read its weight.
-
-    The hooks of tensor parallelism only lay out inputs and outputs. The others are ours.
+    If something else computes with the weight of an embedding, see `lookups`.
     """
-    return getattr(hook, "__module__", "").startswith((DTensor.__module__, f"{_PACKAGE}."))
+    return not all(
+        type(module) is nn.Embedding
+        and [name for name, _ in module.named_parameters()] == ["weight"]
+        and type(module.weight) in (nn.Parameter, DTensor)
+        for module in modules
+    )
 
 
 def checked_ignored(ignored: Any) -> set[nn.Parameter]:

@@ -5,6 +5,9 @@ dispatch around each operation. This holds for the optimizers of `ELEMENTWISE`, 
 replaced. If `fully_shard` has sharded all parameters, the new step works on their local tensors, as
 `local_step` or `flat_step` do. The original step handles everything else: subclasses, other
 parameters, differentiable steps, and steps that torch.compile traces.
+
+Any step counts as a write to the shards: units that stay gathered compare version counters, to
+gather again what was written, and fused kernels do not change the counters.
 """
 
 from __future__ import annotations
@@ -18,11 +21,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import override
 
-from ..common.torch_patches import replace
+from ..common.torch_patches import register, replace
 from ..runtime.events import UnitPart, registry
+from ..runtime.torch_modes import skip_compile
 from ..runtime.unit import Unit
 from ..sharding.param import managed_param
 
@@ -39,6 +45,18 @@ class _DefaultSteps(UnitPart):
         for name in ELEMENTWISE:
             kind = getattr(torch.optim, name)
             replace(f"torch.optim.{name}.step", functools.partial(_step_of, kind))
+        register(_count_writes, functools.partial(register_optimizer_step_post_hook, _count_writes))
+
+
+@skip_compile
+def _count_writes(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    # Of all DTensors: to find out which are ours would take longer than to count.
+    torch.autograd.graph.increment_version([
+        param._local_tensor
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if isinstance(param, DTensor)
+    ])  # fmt: skip
 
 
 def _step_of(kind: Any, inherited: Any) -> Callable[..., Any]:

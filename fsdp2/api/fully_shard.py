@@ -171,7 +171,7 @@ def make_unit(
     check_dtypes(config.mp_policy)
     check_comm_policy(config.comm_options.policy)
     classes = [_sharded_class(sharded) for sharded in modules]  # may fail: before anything changes
-    config.unshard_in_backward = backward_reads_parameters(modules) or None
+    config.unshard_in_backward = backward_reads_parameters(modules)
     unit = made_types[-1][0](modules, mesh, device, config)
     tree = _managed_modules(unit.modules)
     with torch.inference_mode(False):  # else the shards could never be trained

@@ -226,8 +226,8 @@ class FSDPModule(_Base):
         """Set whether to gather this module's parameters for backward. Not recursive.
 
         Use False for modules whose backward does not read their parameters. False is the default
-        for an ``nn.Embedding`` without hooks and without a ``forward`` of its own, which may read
-        the weight. If you set its ``forward`` after `fully_shard`, set True.
+        for an ``nn.Embedding``. If a hook, another method or another module makes backward read
+        them after all, they keep their memory after forward instead.
         """
         unit_of(self).config.unshard_in_backward = unshard_in_backward
 

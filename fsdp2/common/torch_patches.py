@@ -180,7 +180,7 @@ PATCHES = (
     ),
 )
 
-# Function in the package -> what for. The first five are hooks of the steps of all optimizers.
+# Function in the package -> what for. The first six are hooks of the steps of all optimizers.
 REGISTERED = {
     "guards.optimizer_checks._check_unreduced": (
         "warns about steps taken before gradients are reduced"
@@ -188,6 +188,7 @@ REGISTERED = {
     "guards.optimizer_checks._check_originals": "rejects optimizers built before `fully_shard`",
     "guards.optimizer_checks._check_flattening": "rejects LBFGS on uneven shards",
     "guards.optimizer_checks._check_unpatched": f"with `{VARIABLE}=0`, checks each optimizer step",
+    "api.default_step._count_writes": "marks shards as written, also by fused kernels",
     "optim.quantized.warn_of_differences": "warns about state that is quantized shard by shard",
     "api.library_methods._check_registration": "rejects `torch.nn.utils.prune` on shards",
     "dtensor.memory._record_stream": "extends `record_stream` on a shard to the whole memory block",

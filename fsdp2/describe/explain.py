@@ -238,7 +238,7 @@ def _explain_sharded(model: nn.Module, units: list[Unit]) -> Explanation:
                 num_shards=unit.mesh.num_shards,
                 num_replicas=unit.mesh.num_replicas,
                 reshard=inside if policy is None else policy,
-                unshard_in_backward=bool(config.unshard_in_backward),
+                unshard_in_backward=config.unshard_in_backward,
                 offload=config.offload,
                 comm_policy=config.comm_options.policy,
                 reshard_after_backward=config.reshard_after_backward,

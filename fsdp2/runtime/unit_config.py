@@ -26,7 +26,7 @@ class UnitConfig:
         mp_policy, offload_policy, direct_min_bytes: as of `fully_shard`.
         reshard_after_forward: the same; None: False for the root, else True.
         reshard_after_backward: whether parameters are freed after backward.
-        unshard_in_backward: whether they are gathered for backward; None: no, by default.
+        unshard_in_backward: whether they are gathered for backward.
         keep_unsharded_storage: whether gathered parameters keep their memory when they are freed.
         keep_frozen: the limit for frozen parameters that stay gathered, as an object of the part
             that chooses them; None: none do.
@@ -54,7 +54,7 @@ class UnitConfig:
     # What is gathered when, and for how long.
     reshard_after_forward: bool | int | None = None
     reshard_after_backward: bool = True
-    unshard_in_backward: bool | None = True
+    unshard_in_backward: bool = True
     keep_unsharded_storage: bool = False
     keep_frozen: Any = None
     max_gathered_bytes: int | None = None

@@ -288,3 +288,25 @@ def test_the_weight_of_a_table_that_stays_gathered_is_used_elsewhere(detached: b
         assert_same_gradients(model, plain)
         model.zero_grad()
         plain.zero_grad()
+
+
+class UsedBefore(Reused):
+    """A layer before the lookup computes with the weight, and needs it after its gradient."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if isinstance(self.table, FSDPModule):
+            self.table.unshard()
+        weight = self.use(self.table.weight)
+        hidden = self.block(torch.ones(*tokens.shape, DIM, dtype=weight.dtype))
+        return torch.tanh(hidden @ weight.t()) @ weight * self.table(tokens) @ weight.t()
+
+
+@distributed(2)
+def test_a_layer_before_the_lookup_uses_the_weight() -> None:
+    case = Case("before", lambda: UsedBefore(torch.detach), children, batch, token_loss)
+    model, plain = pair(case, reshard_after_forward=False)
+    for step in range(2):
+        run_both(case, model, plain, step)
+        assert_same_gradients(model, plain)
+        model.zero_grad()
+        plain.zero_grad()

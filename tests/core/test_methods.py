@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+from torch.nn.modules.module import register_module_forward_hook
 
 from fsdp2 import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
 from fsdp2.api.arguments import backward_reads_parameters
@@ -239,9 +240,27 @@ def scaled(module: nn.Module, args: Any) -> Any:
     module.factor = module.weight.square().sum()  # type: ignore[operator]
 
 
-LATE_READERS: dict[str, Callable[[nn.Embedding], Any]] = {
-    "pre-hook": lambda embedding: embedding.register_forward_pre_hook(scaled),
-    "forward hook": lambda embedding: embedding.register_forward_hook(similar, prepend=True),
+def global_hook(network: Any) -> Any:
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        return similar(module, args, output) if module is network[0] else None
+
+    return register_module_forward_hook(hook)
+
+
+def forward_method(network: Any) -> None:
+    """The layer behind the embedding calls another of its methods."""
+    embedding = network[0]
+    embedding.attend = MethodType(lambda self, x: similar(self, (), x), embedding)
+    register_fsdp_forward_method(embedding, "attend")
+    network[1].register_forward_pre_hook(lambda module, args: embedding.attend(args[0]))
+
+
+LATE_READERS: dict[str, Callable[[Any], Any]] = {
+    "pre-hook": lambda network: network[0].register_forward_pre_hook(scaled),
+    "forward hook": lambda network: network[0].register_forward_hook(similar, prepend=True),
+    "forward": lambda network: READERS["forward"](network[0]),
+    "method": forward_method,
+    "global hook": global_hook,
 }
 
 
@@ -285,9 +304,28 @@ def test_an_embedding_whose_weight_something_reads_later(reader: str) -> None:
 
     plain, model = make(), sharded_by_layer(make())
     assert_trains_as_plain(plain, model)
-    for network in (plain, model):
-        LATE_READERS[reader](network[0])
-    assert_trains_as_plain(plain, model)
+    handles = [LATE_READERS[reader](network) for network in (plain, model)]
+    for _ in range(2):
+        assert_trains_as_plain(plain, model)
+    if reader == "global hook":
+        for handle in handles:
+            handle.remove()
+
+
+@ours_only("looks inside")
+@distributed(2)
+def test_the_memory_of_an_embedding_is_kept_while_something_reads_it() -> None:
+    torch.manual_seed(0)
+    model: Any = sharded_by_layer(nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8)))
+    handle = model[0].register_forward_hook(similar, prepend=True)
+    held = []
+    for _ in range(2):
+        loss = model(torch.arange(6)).sum()
+        (bucket,) = model[0]._fsdp2_unit.buckets
+        held.append(bucket.allocated_bytes > 0)
+        loss.backward()
+        handle.remove()
+    assert held == [True, False]
 
 
 class Either(nn.Module):

@@ -225,8 +225,6 @@ METHODS: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 OF_KERNEL = {
     "set_all_reduce_hook",
-    "register_forward_pre_hook",
-    "register_forward_hook",
     "load_state_dict",  # with a hint in its errors
     "no_sync",
     "set_force_sum_reduction_for_comms",

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp2 import fully_shard
 from fsdp2.api import default_step
 from fsdp2.api.default_step import ELEMENTWISE
-from fsdp2.optim import dtensor_step, flat_step, local_step
+from fsdp2.optim import dtensor_step, flat_step, local_step, whole_step
 from harness import cached_mesh, distributed, ours_only
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
@@ -264,3 +264,39 @@ def test_hooks_of_optimizers_that_are_there_already_stay() -> None:
     Old([nn.Parameter(torch.ones(2))], lr=0.1)  # asks for hooks again
     optimizer.step()
     assert calls == ["before", "after"] * 2
+
+
+HOW: dict[str, Any] = {
+    "default": lambda optimizer: optimizer,
+    "local_step": local_step,
+    "flat_step": flat_step,
+    "dtensor_step": dtensor_step,
+    "whole_step": whole_step,
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+@distributed(2)
+def test_a_fused_step_counts_as_a_write_to_what_stays_gathered(how: str) -> None:
+    """A forward with a graph, whose backward never comes, leaves its last unit gathered."""
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*[nn.Linear(6, 6) for _ in range(3)])
+
+    plain, net = make(), make()
+    for layer in net:
+        fully_shard(layer)
+    fully_shard(net)
+    x = torch.ones(2, 6)
+    for model in (plain, net):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        if model is net:
+            optimizer = HOW[how](optimizer)
+        for _ in range(2):
+            model(x).sum().backward()
+            model(x)
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        torch.testing.assert_close(net(x), plain(x))

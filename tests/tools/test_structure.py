@@ -85,8 +85,8 @@ def test_sharding_and_a_first_step_enter_few_files_and_functions(
 ) -> None:
     # With `api/torch_errors.py` and `common/torch_patches.py`, which are entered once in a process.
     # Each part is asked once whether it has anything to do in the tree.
-    assert len(measured[FIRST].files) <= 64 + OLDER_TORCH
-    assert len(measured[FIRST].functions) <= 396
+    assert len(measured[FIRST].files) <= 65 + OLDER_TORCH
+    assert len(measured[FIRST].functions) <= 397
 
 
 def test_a_steady_step_enters_few_files_and_functions(measured: dict[str, Entered]) -> None:

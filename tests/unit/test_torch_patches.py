@@ -438,6 +438,7 @@ def test_what_is_registered_is_listed(
 ) -> None:
     both = {
         "api.library_methods._check_registration",
+        "api.default_step._count_writes",
         "dtensor.memory._record_stream",
         "guards.optimizer_checks._check_unreduced",
     }

@@ -171,7 +171,7 @@ class EarlyFree(TreePart):
         # user's; later, a user's for ours.
         gathered = bucket.gathered
         if gathered is not None:
-            _own[gathered] = {i: _references_to(bucket, i) for i in gathered.own_pieces}
+            _own[gathered] = {i: references_to(bucket, i) for i in gathered.own_pieces}
 
     def has_memory(self, bucket: Bucket, i: int) -> bool:
         """Whether this rank has not freed it."""
@@ -187,11 +187,12 @@ class EarlyFree(TreePart):
         if own is None:
             return  # the launch of the first gather raised
         trains = bucket.params[i].sharded.requires_grad
-        if not _references_to(bucket, i).exceed(own[i], accumulates_gradient=trains):
+        if not references_to(bucket, i).exceed(own[i], accumulates_gradient=trains):
             resize(bucket.gathered.own_piece(i), 0)  # the next `allocate` gives it memory again
 
 
-def _references_to(bucket: Bucket, i: int) -> References:
+def references_to(bucket: Bucket, i: int) -> References:
+    """The references to parameter ``i`` of a bucket and to its memory."""
     assert bucket.gathered is not None
     param = bucket.params[i]
     registered = sum(
