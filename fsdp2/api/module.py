@@ -308,12 +308,12 @@ class FSDPModule(_Base):
         registry.on.before_apply(unit, fn, own_modules(self, recurse))
         before = unit.param_group.where_shards_are()
         result = super()._apply(fn, recurse)
-        registry.on.params_assigned(unit, True)
-        unit.param_group.attach_gradients(kept)
         # The Parameter objects stay the same, but their local tensors may be new ones, outside of
         # the storage of the bucket. A ``.to`` that changes nothing costs nothing, and is allowed
         # between forward and backward.
         unit.param_group.dirty |= unit.param_group.where_shards_are() != before
+        registry.on.params_assigned(unit, True)
+        unit.param_group.attach_gradients(kept)
         registry.on.after_apply(unit)
         return result
 

@@ -52,6 +52,7 @@ def adopt_replaced(
             objects that the user assigned.
     """
     registration = unit.registration
+    registration.check_writes()
     for bucket in unit.buckets:
         for param, slot in zip(bucket.params, bucket.layout.slots, strict=True):
             for module, name in list(param.owners):
@@ -65,8 +66,7 @@ def adopt_replaced(
                     continue
                 into = adopted.get(new)
                 if into is None:
-                    into = _adopt(unit, param, new, slot, bucket.rank, keep_objects)
-                    adopted[new] = into
+                    adopted[new] = into = _adopt(unit, param, new, slot, bucket.rank, keep_objects)
                 module._parameters[name] = into.sharded
     ties = [x for x in registration.given_by_others() if managed_as(x[2]) is not None]
     unit.param_group.register_sharded()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 
@@ -10,6 +11,7 @@ from ..runtime.registration import write_guards
 from ..sharding.param import ShardedParam
 
 address_of = torch._C._storage_address  # type: ignore[attr-defined]
+_kind = attrgetter("shape", "dtype", "device")
 
 
 class LostWrites:
@@ -38,21 +40,14 @@ class LostWrites:
         # The record of an unchanged parameter stays: units may be planned again between a write and
         # the forward that should find it (a thaw, a move of another parameter). If the local tensor
         # is new, the write went through the library, and the new storage is correct.
-        known = {
-            id(sharded): (local, storage)
-            for sharded, local, storage in zip(
-                self._sharded, self._locals, self._storages, strict=True
-            )
-        }
+        rows = zip(self._sharded, self._locals, self._storages, strict=True)
+        known = {(id(sharded), id(local)): storage for sharded, local, storage in rows}
         self._params = [param for param in params if param.is_sharded]
         self._sharded = [param.sharded for param in self._params]
-        storages = []
-        for param in self._params:
-            local, storage = known.get(id(param.sharded), (None, None))
-            if storage is None or local is not param.local:
-                storage = param.sharded.untyped_storage()
-            storages.append(storage)
-        self._note(storages)
+        self._note([
+            known.get((id(param.sharded), id(param.local)), param.sharded.untyped_storage())
+            for param in self._params
+        ])  # fmt: skip
 
     def is_intact(self, sharded: torch.Tensor) -> bool:
         """Whether the storage of this wrapper has the recorded address."""
@@ -79,13 +74,18 @@ class LostWrites:
 
     def _refuse(self, unit_name: str) -> None:
         lost = []
-        for param, local, address in zip(self._params, self._locals, self._addresses, strict=True):
-            if param.local is local and address_of(param.sharded) != address:
-                lost.append(param)
-                # The wrapper gets its shard back, or state dicts would save one tensor and steps
-                # train the other.
-                with torch.no_grad():
+        rows = zip(self._params, self._locals, self._addresses, strict=True)
+        for param, local in [(p, mine) for p, mine, a in rows if address_of(p.sharded) != a]:
+            with torch.no_grad():
+                if param.local is local:
+                    lost.append(param)
+                    # The wrapper gets its shard back, or state dicts would save one tensor and
+                    # steps train the other.
                     param.sharded.data = param.sharded_spec.wrap(local)
+                elif type(local) is torch.Tensor and _kind(param.local) == _kind(local):
+                    # `swap_tensors` exchanged what is in the object. Gathers read the old memory.
+                    local.copy_(param.local)
+                    param.attach(local)
         self._note([sharded.untyped_storage() for sharded in self._sharded])
         if lost:
             more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""

@@ -227,3 +227,26 @@ def test_sums_go_on_in_a_root_that_takes_over(reduce_dtype: torch.dtype | None) 
         loss.backward()
     grad = model[0].weight.grad
     torch.testing.assert_close(grad.full_tensor(), plain[0].weight.grad)
+
+
+@pytest.mark.parametrize("assign", [True, False])
+@distributed(2)
+def test_a_load_that_swaps_tensors(assign: bool) -> None:
+    """It keeps the Parameter objects and exchanges what is in them, so no new ones are seen."""
+    model, plain = pair(MLP)
+    run_both(MLP, model, plain, 0)
+    states = [
+        {name: 2 * value for name, value in network.state_dict().items()}
+        for network in (model, plain)
+    ]
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        for network, state in zip((model, plain), states, strict=True):
+            network.load_state_dict(state, assign=assign)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    for step in (1, 2):
+        model.zero_grad()
+        plain.zero_grad()
+        run_both(MLP, model, plain, step)
+        assert_same_gradients(model, plain)
