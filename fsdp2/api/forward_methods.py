@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..runtime.hooks import UnitHooks, hooks_of
@@ -19,8 +22,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Treat a method like forward: gather parameters before it and free them after it.
 
     Use it for methods other than ``forward`` that compute with parameters, such as ``generate``.
-    The method may call forward. The call has no effect if ``module`` is not sharded, or if the
-    method is registered already.
+    The method may call forward, and it may be a generator or a coroutine function: then parameters
+    stay gathered while it runs and, unless gradients are off, until backward ends. The call has no
+    effect if ``module`` is not sharded, or if the method is registered already.
 
     Args:
         module: the module.
@@ -68,7 +72,43 @@ def _wrap(
             hooks.inside_method = False
         return hooks.post_forward_hook(module, args, kwargs, output)
 
-    return call
+    # These return before they compute, and what they hand out meanwhile passes no hook.
+    @functools.wraps(method)
+    def generator(module: nn.Module, *args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+        with _gathered(hooks, module):
+            return (yield from method(*args, **kwargs))
+
+    @functools.wraps(method)
+    async def coroutine(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with _gathered(hooks, module):
+            return await method(*args, **kwargs)
+
+    @functools.wraps(method)
+    async def async_generator(module: nn.Module, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        with _gathered(hooks, module):
+            async for item in method(*args, **kwargs):
+                yield item
+
+    if inspect.isgeneratorfunction(method):
+        return generator
+    if inspect.isasyncgenfunction(method):
+        return async_generator
+    return coroutine if inspect.iscoroutinefunction(method) else call
+
+
+@contextmanager
+def _gathered(hooks: UnitHooks, module: Any) -> Iterator[None]:
+    if hooks.inside_method:
+        yield
+        return
+    module.unshard()
+    hooks.inside_method = True  # a forward inside would free them again
+    try:
+        yield
+    finally:
+        hooks.inside_method = False
+        if not torch.is_grad_enabled():
+            module.reshard()
 
 
 def _is_wrapped(method: object, owner: nn.Module) -> bool:

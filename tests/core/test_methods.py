@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.nn.modules.module import register_module_forward_hook
 
@@ -157,6 +158,58 @@ def test_registering_methods_of_modules_that_are_not_sharded_or_do_not_have_them
     assert "encode" not in vars(plain)
     with pytest.raises(ValueError, match="does not have a method decode"):
         register_fsdp_forward_method(fully_shard(Encoder()), "decode")
+
+
+class Streaming(Encoder):
+    """Methods that return before they compute."""
+
+    def stream(self, x: Tensor) -> Iterator[Tensor]:
+        for _ in range(2):
+            x = self(x) + self.outer.weight.sum()
+            yield x
+
+    async def arrive(self, x: Tensor) -> Tensor:
+        await asyncio.sleep(0)
+        return self.outer(x) + self(x)
+
+    async def arrive_in_parts(self, x: Tensor) -> AsyncIterator[Tensor]:
+        for part in self.stream(x):
+            await asyncio.sleep(0)
+            yield part
+
+
+def collected(model: Any, method: str, x: Tensor) -> Tensor:
+    async def collect() -> list[Tensor]:
+        if method == "arrive":
+            return [await model.arrive(x)]
+        return [part async for part in model.arrive_in_parts(x)]
+
+    parts = [*model.stream(x)] if method == "stream" else asyncio.run(collect())
+    return torch.stack(parts).square().sum()
+
+
+@pytest.mark.parametrize("method", ["stream", "arrive", "arrive_in_parts"])
+@distributed(2)
+def test_methods_that_return_before_they_compute(method: str) -> None:
+    torch.manual_seed(0)
+    plain = Streaming().double()
+    model: Any = copy.deepcopy(plain)
+    fully_shard(model.inner)
+    fully_shard(model)
+    register_fsdp_forward_method(model, method)
+    x = torch.ones(2, 6, dtype=torch.float64)
+    for grad in (True, False, True):
+        model.zero_grad()
+        plain.zero_grad()
+        with torch.set_grad_enabled(grad):
+            losses = [collected(each, method, x) for each in (plain, model)]
+        assert_same(losses[1], losses[0], "loss")
+        if grad:
+            for loss in losses:
+                loss.backward()
+            assert_same_gradients(model, plain)
+        else:
+            assert isinstance(model.outer.weight, DTensor)
 
 
 # -------------------------------------------------------------------------------- backward
