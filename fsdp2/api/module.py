@@ -227,7 +227,7 @@ class FSDPModule(_Base):
 
         Use False for modules whose backward does not read their parameters. False is the default
         for an ``nn.Embedding``. If a hook, another method or another module makes backward read
-        them after all, they keep their memory after forward instead.
+        its weight after all, the weight keeps its memory after forward.
         """
         unit_of(self).config.unshard_in_backward = unshard_in_backward
 

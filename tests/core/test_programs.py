@@ -14,6 +14,7 @@ from fsdp2 import FSDPModule, fully_shard
 from harness import ours_only, run_on
 from planted_faults import FAULTS, PACKAGE, REPOSITORY, Fault, by_programs, by_test
 from program_grammar import sample
+from program_operations import Run
 from program_runs import failures
 from programs import Operation, Program, run
 from random_models import Layer
@@ -26,6 +27,12 @@ pytestmark = ours_only("settings and functions that torch does not have")
 def test_programs(number: int) -> None:
     program = sample(number + 1)[number]
     run_on(program.world_size, run, program)
+
+
+def test_operations_have_different_names() -> None:
+    """A method of one class would hide an operation of another."""
+    names = [name for kind in Run.__mro__[:-1] for name in vars(kind) if not name.startswith("_")]
+    assert len(names) == len(set(names))
 
 
 FAILS = ("fail", 0, "before forward", "error")

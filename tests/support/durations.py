@@ -4,8 +4,8 @@ Three use it. Files go to the workers of pytest-xdist in the order of the collec
 longest first, so that no worker is left with a long one at the end. `make check` takes as many
 files as fit in its time. And ``--sample`` runs as many cases of each test as fit in `SAMPLE_S`, and
 no case of more than `MOST_S`: what takes long is mostly a matrix or a whole program whose parts
-have quick tests. `.ci/run` runs everything. A test or a file that is not named in durations.json
-is new, or renamed: it runs whole, and counts as a long one here.
+have quick tests. `.ci/run` runs everything, but on a slow machine a sample. A test or a file that
+is not named in durations.json is new, or renamed: it runs whole, and counts as a long one here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from zlib import crc32
 
@@ -21,6 +22,7 @@ import pytest
 FILE = Path(__file__).with_name("durations.json")
 LEAST_S = 0.1  # tests that take less are recorded as one, without a name
 SAMPLE_S = 1.0  # for the cases of one test
+TODAY = datetime.now(UTC).date()
 MOST_S = 2.0  # for one case: a test whose cases take longer is in no sample
 
 # Of a test of a file: the number of its cases, and the seconds of all of them.
@@ -65,7 +67,7 @@ def longest_first(items: list[pytest.Item], seconds: dict[str, float]) -> list[p
 
 def left_out_of_sample(items: Sequence[pytest.Item], recorded: Recorded) -> set[pytest.Item]:
     """Cases that do not fit in the time of their test. (In turn, some values of a parameter would
-    never run: so they are drawn, by their names.)"""
+    never run: so they are drawn, by their names, and each day others.)"""
     tests: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
         tests.setdefault((file_of(item.nodeid), test_of(item.nodeid)), []).append(item)
@@ -73,8 +75,12 @@ def left_out_of_sample(items: Sequence[pytest.Item], recorded: Recorded) -> set[
     for (file, test), cases in tests.items():
         num, seconds = recorded.get(file, {}).get(test, (1, 0))
         num_run = num_sampled(len(cases), seconds / num * len(cases))
-        left_out.update(sorted(cases, key=lambda item: crc32(item.nodeid.encode()))[num_run:])
+        left_out.update(sorted(cases, key=_drawn)[num_run:])
     return left_out
+
+
+def _drawn(item: pytest.Item) -> int:
+    return crc32(f"{item.nodeid} {TODAY}".encode())
 
 
 class Recorder:

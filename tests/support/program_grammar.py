@@ -179,7 +179,7 @@ FAMILIES: dict[str, tuple[Draw[Operation], ...]] = {
         of("move"),
         of("cast"),
         of("merge", one(100, 1000)),
-        of("hooked", numbers),
+        of("forward_hook", numbers),
     ),
     "optimizers": (
         of("optimizer", one(*OPTIMIZERS), one(*WRAPPED)),

@@ -211,7 +211,7 @@ class Run(InBetween):
             node.set_unshard_in_backward(False)
         self.step("reduce")
 
-    def hooked(self, number: int) -> None:
+    def forward_hook(self, number: int) -> None:
         """The user adds hooks that compute with the weight of a module."""
         for node in self.node(number):
             owner: Any = getattr(node.own, "table", node.own)

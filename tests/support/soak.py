@@ -43,7 +43,7 @@ MODEL = Layer(
 # What only a new model undoes; a copy, which is one: the model of the first steps is to stay; and
 # a forward that raises in one model of the two, after its running statistics were updated.
 LEFT_OUT = (
-    *("merge", "copy", "cast", "custom", "lookup", "hooked"),
+    *("merge", "copy", "cast", "custom", "lookup", "forward_hook"),
     *("reduced_by_hook", "replaced", "compiled"),
 )
 # Once, among the first: after `compile` torch keeps guards and metrics, of a plain model as well; a
