@@ -86,7 +86,7 @@ def test_sharding_and_a_first_step_enter_few_files_and_functions(
     # With `api/torch_errors.py` and `common/torch_patches.py`, which are entered once in a process.
     # Each part is asked once whether it has anything to do in the tree.
     assert len(measured[FIRST].files) <= 65 + OLDER_TORCH
-    assert len(measured[FIRST].functions) <= 397
+    assert len(measured[FIRST].functions) <= 398
 
 
 def test_a_steady_step_enters_few_files_and_functions(measured: dict[str, Entered]) -> None:
