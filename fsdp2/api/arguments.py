@@ -30,7 +30,6 @@ from .module import FSDPModule
 from .torch_compat import TorchFSDPModule
 
 _BOTTOM_UP = "Call it bottom-up: on the blocks of a model first, then on the model"
-_PACKAGE = __name__.partition(".")[0]
 _SCRIPTED = "torch.jit fixes the parameters of the module that it was made from"
 
 
