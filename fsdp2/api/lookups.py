@@ -47,12 +47,13 @@ class _Lookups(TreePart):
         for bucket in unit.param_group.buckets:
             gathered = bucket.gathered
             if gathered is not None and gathered in _own:  # else its first gather raised
-                keeps = unit.config.keep_unsharded_storage or self._is_referenced(bucket)
+                keeps = unit.config.keep_unsharded_storage or self._is_referenced(
+                    bucket, _own[gathered]
+                )
                 gathered.keeps_memory = keeps
 
-    def _is_referenced(self, bucket: Bucket) -> bool:
-        assert bucket.gathered is not None
-        for i, own in enumerate(_own[bucket.gathered]):
+    def _is_referenced(self, bucket: Bucket, counts: list[References]) -> bool:
+        for i, own in enumerate(counts):
             now = references_to(bucket, i)
             if self.runtime.in_backward:  # the hook that has its gradient refers to the object
                 now = now._replace(objects=own.objects)

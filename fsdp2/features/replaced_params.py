@@ -52,6 +52,7 @@ def adopt_replaced(
             objects that the user assigned.
     """
     registration = unit.registration
+    # Before the parameters are recorded anew: what `swap_tensors` exchanged would be lost.
     registration.check_writes()
     for bucket in unit.buckets:
         for param, slot in zip(bucket.params, bucket.layout.slots, strict=True):

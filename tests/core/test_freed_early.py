@@ -275,21 +275,6 @@ class Reused(nn.Module):
         return logits + self.block(again) @ self.use(self.table.weight).t()
 
 
-@pytest.mark.parametrize("detached", [False, True])
-@distributed(2, 3)
-def test_the_weight_of_a_table_that_stays_gathered_is_used_elsewhere(detached: bool) -> None:
-    def use(weight: Tensor) -> Tensor:
-        return weight.detach() if detached else weight
-
-    case = Case("reused", lambda: Reused(use), children, batch, token_loss)
-    model, plain = pair(case, reshard_after_forward=False)
-    for step in range(2):
-        run_both(case, model, plain, step)
-        assert_same_gradients(model, plain)
-        model.zero_grad()
-        plain.zero_grad()
-
-
 class UsedBefore(Reused):
     """A layer before the lookup computes with the weight, and needs it after its gradient."""
 
@@ -301,9 +286,16 @@ class UsedBefore(Reused):
         return torch.tanh(hidden @ weight.t()) @ weight * self.table(tokens) @ weight.t()
 
 
-@distributed(2)
-def test_a_layer_before_the_lookup_uses_the_weight() -> None:
-    case = Case("before", lambda: UsedBefore(torch.detach), children, batch, token_loss)
+@pytest.mark.parametrize("detached", [False, True])
+@pytest.mark.parametrize("kind", [Reused, UsedBefore])
+@distributed(2, 3)
+def test_the_weight_of_a_table_that_stays_gathered_is_used_elsewhere(
+    kind: type[Reused], detached: bool
+) -> None:
+    def use(weight: Tensor) -> Tensor:
+        return weight.detach() if detached else weight
+
+    case = Case("reused", lambda: kind(use), children, batch, token_loss)
     model, plain = pair(case, reshard_after_forward=False)
     for step in range(2):
         run_both(case, model, plain, step)

@@ -22,8 +22,8 @@ import pytest
 FILE = Path(__file__).with_name("durations.json")
 LEAST_S = 0.1  # tests that take less are recorded as one, without a name
 SAMPLE_S = 1.0  # for the cases of one test
-TODAY = datetime.now(UTC).date()
 MOST_S = 2.0  # for one case: a test whose cases take longer is in no sample
+TODAY = datetime.now(UTC).date()
 
 # Of a test of a file: the number of its cases, and the seconds of all of them.
 Recorded = Mapping[str, Mapping[str, Sequence[float]]]

@@ -43,7 +43,7 @@ LIMITS = {
     structure.KERNEL: (27, 4890, 492),
     ("transports",): (15, 2089, 232),
     ("features",): (23, 2483, 277),
-    ("guards",): (10, 965, 102),
+    ("guards",): (10, 964, 102),
     ("api/comm_settings.py",): (1, 141, 16),
     PLANNING: (60, 10512, 959),
 }
